@@ -1,0 +1,1 @@
+"""Device code: Triton and itself only, never torch."""

@@ -1,0 +1,101 @@
+"""Who sees whom: key position k is visible to query position q when k in [q - left, q + right]. None = open side.
+
+Causal attention is right = 0. To change the mask by position, change `visible` and, so that no block is missed, the spans."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Band(NamedTuple):
+    """How far a query sees to either side of its own position."""
+
+    left: Any
+    right: Any
+
+
+class Span(NamedTuple):
+    """Block starts: in [full_lo, full_hi) all pairs are visible, in [edge_lo, edge_hi) they are to be checked.
+    A band with a left limit has two edges, before and after the full blocks: there [edge_lo, edge_hi) is both, joined end
+    to end, and block_at jumps over the full blocks."""
+
+    full_lo: Any
+    full_hi: Any
+    edge_lo: Any
+    edge_hi: Any
+
+
+@triton.jit
+def visible(band, q_pos, k_pos, N):
+    """Visibility of keys to queries (shapes broadcast). Both right limits are one number per query: one compare a side."""
+    last = N - 1 + 0 * q_pos
+    if band.right is not None:
+        last = tl.minimum(q_pos + band.right, N - 1)
+    keep = k_pos <= last
+    if band.left is not None:
+        keep = keep & (k_pos >= q_pos - band.left)
+    return keep
+
+
+@triton.jit
+def round_down(x, BLOCK: tl.constexpr):
+    """The last multiple of BLOCK at or below x; 0 for negative x."""
+    return tl.maximum(x, 0) // BLOCK * BLOCK
+
+
+@triton.jit
+def round_up(x, BLOCK: tl.constexpr):
+    """The first multiple of BLOCK at or above x; 0 for negative x."""
+    return (tl.maximum(x, 0) + BLOCK - 1) // BLOCK * BLOCK
+
+
+@triton.jit
+def key_span(band, q_first, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys seen by the queries at positions q_first .. q_first + BLOCK_M - 1: by all (full), by some (edges)."""
+    full_hi, hi = round_down(N, BLOCK_N), N
+    if band.right is not None:
+        full_hi = round_down(tl.minimum(q_first + band.right + 1, N), BLOCK_N)
+        hi = tl.minimum(q_first + BLOCK_M + band.right, N)
+    if band.left is None:
+        return Span(0, full_hi, full_hi, hi)
+    else:
+        lo = q_first - band.left
+        full_lo = round_up(tl.minimum(lo + BLOCK_M - 1, N), BLOCK_N)
+        full_hi = tl.maximum(full_hi, full_lo)
+        return Span(full_lo, full_hi, round_down(lo, BLOCK_N), hi - (full_hi - full_lo))
+
+
+@triton.jit
+def query_span(band, k_first, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Query rows that see the keys k_first .. k_first + BLOCK_N - 1: the transpose of key_span."""
+    if band.right is None:
+        lo, full_lo = 0, 0
+    else:
+        lo = tl.minimum(k_first - band.right - seq.q_start, seq.M)
+        full_lo = round_up(tl.minimum(lo + BLOCK_N - 1, seq.M), BLOCK_M)
+    if band.left is None:
+        return Span(full_lo, seq.M, round_down(lo, BLOCK_M), full_lo)
+    else:
+        last = k_first + band.left - seq.q_start
+        full_hi = tl.maximum(round_down(tl.minimum(last + 1, seq.M), BLOCK_M), full_lo)
+        hi = tl.minimum(last + BLOCK_N, seq.M)
+        return Span(full_lo, full_hi, round_down(lo, BLOCK_M), hi - (full_hi - full_lo))
+
+
+@triton.jit
+def bounds(span, CHECK: tl.constexpr):
+    """Loop bounds of the full blocks, or (CHECK) of the edges."""
+    if CHECK:
+        return span.edge_lo, span.edge_hi
+    else:
+        return span.full_lo, span.full_hi
+
+
+@triton.jit
+def block_at(span, band, n, CHECK: tl.constexpr):
+    """The block that loop index n stands for: past the first of two edges, jump over the full blocks."""
+    if CHECK and band.left is not None:
+        return n + tl.where(n >= span.full_lo, span.full_hi - span.full_lo, 0)
+    else:
+        return n

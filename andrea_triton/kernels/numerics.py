@@ -1,0 +1,34 @@
+"""What a number is here: constants, the finite pivot of an empty row, the matrix product."""
+
+import triton
+import triton.language as tl
+
+FP32, FP64, constant = tl.float32, tl.float64, tl.constexpr  # for the host, which does not import Triton's language
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def lowest(dtype: tl.constexpr):
+    """A finite pivot for rows that have seen nothing: exp2(-inf - lowest) is 0 where exp2(-inf + inf) is NaN."""
+    return -1.7976931348623157e308 if dtype == tl.float64 else -3.4028234663852886e38
+
+
+@triton.jit
+def product(x, y, acc, PRECISION: tl.constexpr):
+    """acc + x y in acc's type. PRECISION is how fp32 operands are multiplied: ieee, tf32 or tf32x3."""
+    return tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """tanh x as 1 - 2 / (1 + exp 2x): one exp2 and one division, absolute error one unit of the type. Not FAST: near zero, where
+    that is a large relative error, the seventh convergent of Lambert's continued fraction x / (1 + x² / (3 + x² / (5 + ...)))."""
+    far = 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E)))
+    if FAST:
+        return far
+    else:
+        y = x * x
+        top = x * (135135 + y * (17325 + y * (378 + y)))
+        near = top / (135135 + y * (62370 + y * (3150 + y * 28)))
+        return tl.where(y < 0.25, near, far)

@@ -1,0 +1,63 @@
+"""From a scaled product to a logit, and back: softcap, the user's own score, ALiBi, bias, masks. Absent terms are None."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from andrea_triton.kernels.numerics import tanh
+from andrea_triton.kernels.views import matrix_pointers
+
+
+class Terms(NamedTuple):
+    """logit = score(cap tanh(s / cap)) - slope |q_pos - k_pos| + bias, then -inf where keep or mask says no."""
+
+    cap: Any = None  # number
+    score: Any = None  # jit function (s, batch, head, q_pos, k_pos, *score_args) -> s
+    score_grad: Any = None  # jit function of the same arguments -> d score / d s; None is 1
+    score_args: tuple = ()
+    slopes: Any = None  # pointer to (batch, head) fp32, contiguous
+    bias: Any = None  # Matrix
+    keep: Any = None  # Matrix of 0 (hidden) and 1
+    mask: Any = None  # jit function (batch, head, q_pos, k_pos, *mask_args) -> true where visible
+    mask_args: tuple = ()
+
+
+@triton.jit
+def logits(s, b, h, q_pos, k_pos, seq, heads, terms, FAST: tl.constexpr):
+    """(logits, capped): natural-unit logits from scaled products, and the value that entered the user's score. The user's functions
+    get positions clamped to the sequence, so that what they load with them is in bounds."""
+    if terms.cap is not None:
+        s = terms.cap * tanh(s * (1 / terms.cap), FAST)
+    capped = s
+    row = tl.minimum(q_pos - seq.q_start, seq.M - 1)
+    col = tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
+    if terms.score is not None:
+        s = terms.score(s, b, h, row + seq.q_start, col, *terms.score_args)
+    if terms.slopes is not None:
+        s -= tl.load(terms.slopes + b * heads + h) * tl.abs(q_pos - k_pos).to(s.dtype)
+    if terms.bias is not None:
+        s += tl.load(matrix_pointers(terms.bias, b, h, row, col)).to(s.dtype)
+    if terms.keep is not None:
+        s = tl.where(tl.load(matrix_pointers(terms.keep, b, h, row, col)) != 0, s, float("-inf"))
+    if terms.mask is not None:
+        s = tl.where(terms.mask(b, h, row + seq.q_start, col, *terms.mask_args), s, float("-inf"))
+    return s, capped
+
+
+@triton.jit
+def product_grad(dlogits, capped, b, h, q_pos, k_pos, seq, terms):
+    """d loss / d (scaled product) from d loss / d logit: the derivatives of the user's score and of the softcap. Where nothing
+    flows nothing is asked of them: their value there may be NaN."""
+    ds = dlogits
+    if terms.score_grad is not None:
+        row = tl.minimum(q_pos - seq.q_start, seq.M - 1)
+        col = tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
+        ds *= terms.score_grad(capped, b, h, row + seq.q_start, col, *terms.score_args)
+    if terms.cap is not None:
+        t = capped * (1 / terms.cap)
+        ds *= 1 - t * t
+    if terms.cap is None and terms.score_grad is None:
+        return ds
+    else:
+        return tl.where(dlogits == 0, 0.0, ds)

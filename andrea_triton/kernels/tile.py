@@ -1,0 +1,59 @@
+"""The one place where scores and weights are made: forward, backward and decode cannot disagree."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from andrea_triton.kernels.bands import visible
+from andrea_triton.kernels.dropout import kept
+from andrea_triton.kernels.numerics import product
+from andrea_triton.kernels.scores import logits
+from andrea_triton.kernels.softmax import exponent
+
+
+class Attention(NamedTuple):
+    """What every program of a launch has in common: what attention is here."""
+
+    sizes: Any  # views.Sizes
+    band: Any  # bands.Band: who sees whom
+    terms: Any  # scores.Terms: logits from scaled products
+    dropout: Any  # dropout.Dropout or None
+    scale: Any
+    scale_log2: Any  # scale log2(e), rounded once
+    D: Any  # constexpr: head dim of q and k
+    DV: Any  # constexpr: head dim of v and o
+    acc: Any  # constexpr type of sums
+    precision: Any  # constexpr: how fp32 is multiplied (ieee, tf32)
+    exact: Any  # constexpr: scores are made before the maximum; False: bare products, scale > 0, left to softmax.exponent
+    rounded: Any  # constexpr: the row sum adds the weights as rounded for the second product
+
+
+@triton.jit
+def logits_tile(x, y, q_pos, k_pos, b, h, seq, attention, CHECK: tl.constexpr):
+    """(logits, capped) of one tile: x y^T, terms, band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its transpose."""
+    FAST: tl.constexpr = x.dtype.primitive_bitwidth < 32
+    s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision)
+    capped = s
+    if attention.exact:
+        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.sizes.heads, attention.terms, FAST)
+    if CHECK:
+        s = tl.where(visible(attention.band, q_pos, k_pos, seq.N), s, float("-inf"))
+    return s, capped
+
+
+@triton.jit
+def probs_tile(s, pivot, norm, attention):
+    """Softmax weights from logits and the row's pivot and norm (None: folded into the pivot)."""
+    p = tl.exp2(exponent(s, pivot, attention.scale_log2, attention.exact))
+    return p if norm is None else p * norm
+
+
+@triton.jit
+def drop(x, q_pos, k_pos, b, h, attention):
+    """x where its weight is kept, scaled up; zero elsewhere. The weights, and in the backward the gradients that reach them."""
+    if attention.dropout is None:
+        return x
+    else:
+        keep = kept(attention.dropout, b, h, attention.sizes.heads, q_pos, k_pos)
+        return tl.where(keep, x * attention.dropout.inverse, 0.0)

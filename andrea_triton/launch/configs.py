@@ -1,0 +1,116 @@
+"""Tile sizes per kernel, target, head dim and dtype. Data and pure lookups: nothing here asks a device.
+
+Each entry names the query and key rows of a tile, warps and pipeline stages. A lookup gives the entry and then smaller ones, for
+a launch that runs out of a resource. tests/launch/test_configs.py compiles entries against each card's shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Config(NamedTuple):
+    """One tiling: BLOCK_M query rows and BLOCK_N key rows a tile, num_warps warps, num_stages pipeline stages."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+# Families of targets that share a table row. A name that is not here gets the generic one.
+FAMILIES = {
+    "sm_75": "turing",
+    "sm_80": "ampere",
+    "sm_86": "ada",
+    "sm_87": "ada",
+    "sm_89": "ada",
+    "sm_90": "hopper",
+    "sm_100": "blackwell",
+    "sm_103": "blackwell",
+    "sm_120": "ada",
+    "sm_121": "ada",
+    "gfx942": "cdna",
+    "gfx950": "cdna",
+}
+
+C = Config
+# (kernel, family, head dim up to) -> Config, for two-byte dtypes. Head dims are rounded up to 32, 64, 128, 256.
+HALF = {
+    ("forward", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32), 256: C(32, 32, 4, 1)},
+    ("forward", "turing"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32, 8), 256: C(32, 32, 8, 1)},
+    ("forward", "ampere"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32, 8), 256: C(64, 32, 8)},
+    ("forward", "ada"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32, 8), 256: C(64, 32, 8)},
+    ("forward", "hopper"): {32: C(64, 128), 64: C(64, 128), 128: C(128, 64, 8), 256: C(64, 64, 8)},
+    ("forward", "blackwell"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8), 256: C(128, 32, 8)},
+    ("forward", "cdna"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32), 256: C(64, 32)},
+    ("dkdv", "generic"): {32: C(32, 64), 64: C(32, 64), 128: C(32, 32), 256: C(16, 32, 4, 1)},
+    ("dkdv", "turing"): {32: C(32, 64, 4, 1), 64: C(32, 64, 4, 1), 128: C(32, 32, 4, 1), 256: C(16, 32, 4, 1)},
+    ("dkdv", "ampere"): {32: C(32, 128), 64: C(32, 128), 128: C(32, 64, 8), 256: C(32, 32, 8, 1)},
+    ("dkdv", "ada"): {32: C(32, 64, 2), 64: C(32, 64, 2), 128: C(32, 64, 8), 256: C(16, 32, 8, 1)},
+    ("dkdv", "hopper"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
+    ("dkdv", "blackwell"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
+    ("dkdv", "cdna"): {32: C(32, 64), 64: C(32, 64), 128: C(32, 32), 256: C(16, 32)},
+    ("dq", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16, 4, 1)},
+    ("dq", "turing"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1), 128: C(32, 32, 4, 1), 256: C(32, 16, 4, 1)},
+    ("dq", "ampere"): {32: C(128, 32), 64: C(128, 32), 128: C(64, 32, 8), 256: C(32, 32, 8, 1)},
+    ("dq", "ada"): {32: C(128, 32), 64: C(128, 32), 128: C(64, 32, 8), 256: C(32, 16, 8, 1)},
+    ("dq", "hopper"): {32: C(64, 64), 64: C(64, 64), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
+    ("dq", "blackwell"): {32: C(64, 64), 64: C(64, 64), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
+    ("dq", "cdna"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16)},
+}
+# The kernels that run over the same tiles as another one.
+SAME_TILES = {"dbias": "dq", "statistics": "dq"}
+SMALLEST = Config(16, 16, 4, 1)
+DELTA = Config(64, 1)
+
+
+def family(target: str) -> str:
+    """The table row of a target: an exact name, else its generation's older relative, else generic."""
+    return FAMILIES.get(target, "generic")
+
+
+def _interpreter(M: int, N: int) -> Config:
+    """Few, large tiles: the interpreter pays by the tile. Short lengths get small ones, so that every loop is walked."""
+    longest = max(M, N)
+    if longest <= 160:
+        return Config(32, 32)
+    return Config(128, 128) if longest <= 512 else Config(256, 512)
+
+
+def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int) -> tuple[Config, ...]:
+    """Tilings to try for a kernel, best first.
+
+    Args:
+        kernel: forward, delta, dkdv, dq, dbias or statistics.
+        target: sm_80, gfx942 ..., or interpreter.
+        D: the larger of the two head dims.
+        itemsize: bytes of an element of q, k and v.
+        M, N: query and key lengths; they choose among tiles but never compile a new kernel per length.
+
+    Returns:
+        The table's entry and then ever smaller ones.
+    """
+    if kernel in ("delta", "dsinks"):
+        return (DELTA,)
+    kernel = SAME_TILES.get(kernel, kernel)
+    if target == "interpreter":
+        return (_interpreter(M, N),)
+    row = HALF[kernel, family(target)]
+    first = row[next(d for d in (32, 64, 128, 256) if d >= D)]
+    for _ in range((itemsize // 2).bit_length() - 1):
+        first = _smaller(first)
+    result = [first]
+    while result[-1] != SMALLEST:
+        result.append(_smaller(result[-1]))
+    return tuple(result)
+
+
+def _smaller(config: Config) -> Config:
+    """Half the larger side of the tile; at the end of that, one stage."""
+    m, n, warps, stages = config
+    if stages > 1 and max(m, n) <= 32:
+        return Config(m, n, warps, 1)
+    if max(m, n) > 16:
+        return Config(m // 2 if m >= n else m, n if m >= n else n // 2, warps, stages)
+    return SMALLEST

@@ -1,0 +1,103 @@
+"""Run a Launch on CPU tensors in Triton's interpreter, chosen at call time: no environment variable, and ahead-of-time
+compilation goes on working in the same process.
+
+For the length of a launch, under a lock, device functions run as Python and the language is patched as the interpreter wants it;
+all is put back after. Matrix products are widened: the stock interpreter multiplies the bit patterns of bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+from andrea_triton.launch.compile import POINTERS, rebuild
+from andrea_triton.launch.plan import Launch
+
+_lock = threading.RLock()
+_python: dict[Any, Callable[..., Any]] = {}
+
+
+def _as_python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A jit function's body as the interpreter runs it, rewritten once."""
+    if function not in _python:
+        _python[function] = interpreter.InterpretedFunction(function).rewrite()
+    return _python[function]
+
+
+def _call_device_function(self: JITFunction, *args: Any, **keywords: Any) -> Any:
+    return _as_python(self.fn)(*args, **keywords)
+
+
+def _wide(handle: Any) -> Any:
+    """The values of an operand in fp64; bf16 lies in the interpreter as its bit pattern."""
+    data = handle.data
+    if handle.dtype.scalar == tl.bfloat16:
+        data = (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float64)
+
+
+def _wide_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    """acc + a b, summed in fp64 and rounded once: the same for a b and its transpose, as on a matrix unit, which numpy's fp32
+    product is not."""
+    return interpreter.TensorHandle((_wide(a) @ _wide(b) + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    with _lock, np.errstate(all="ignore"):
+        call, dot = JITFunction.__call__, interpreter.InterpreterBuilder.create_dot
+        JITFunction.__call__, interpreter.InterpreterBuilder.create_dot = _call_device_function, _wide_dot
+        scope = interpreter._patch_lang(getattr(tl.standard.sum, "fn", tl.standard.sum))
+        try:
+            yield
+        finally:
+            if scope is not None:
+                scope.restore()
+            JITFunction.__call__, interpreter.InterpreterBuilder.create_dot = call, dot
+
+
+def _scalar(value: Any, numpy_type: Any, type_name: str) -> tl.tensor:
+    kind = tl.str_to_ty(type_name, None)
+    return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=numpy_type), kind), kind)
+
+
+def _convert(x: Any) -> Any:
+    """An argument as the kernel sees it, typed as launch/compile.py types it."""
+    if isinstance(x, torch.Tensor):
+        return _scalar(x.data_ptr(), np.uint64, POINTERS[x.dtype])
+    if isinstance(x, tl.constexpr):
+        return x.value
+    if isinstance(x, tuple):
+        return rebuild(tuple(_convert(y) for y in x), x)
+    if isinstance(x, np.float64):
+        return _scalar(x, np.float64, "fp64")
+    if isinstance(x, float):
+        return _scalar(x, np.float32, "fp32")
+    if isinstance(x, (int, np.int64)):
+        wide = isinstance(x, np.int64) or not -(2**31) <= x < 2**31
+        return _scalar(x, np.int64 if wide else np.int32, "i64" if wide else "i32")
+    return x
+
+
+def interpret(launch: Launch) -> None:
+    """Run every program of a launch, one after another, on CPU tensors."""
+    grid = (*launch.grid, 1, 1)[:3]
+    with _patched():
+        body, args = _as_python(launch.kernel.fn), [_convert(x) for x in launch.args]
+        undo = interpreter._patch_lang(launch.kernel.fn)
+        try:
+            interpreter.interpreter_builder.set_grid_dim(*grid)
+            for index in np.ndindex(*grid):
+                interpreter.interpreter_builder.set_grid_idx(*index)
+                body(*args, **launch.constexprs)
+        finally:
+            if undo is not None:
+                undo.restore()

@@ -1,0 +1,234 @@
+"""A plan is data: the launches that one attention call makes. A GPU runs them, the interpreter interprets them, report compiles
+them; nothing here does either."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from andrea_triton.errors import UnsupportedError
+from andrea_triton.kernels import backward, forward, term_grads
+from andrea_triton.kernels.bands import Band
+from andrea_triton.kernels.dropout import Dropout
+from andrea_triton.kernels.numerics import FP32, FP64, constant
+from andrea_triton.kernels.scores import Terms
+from andrea_triton.kernels.tile import Attention
+from andrea_triton.kernels.views import PAD, Matrix, Sizes, View
+from andrea_triton.launch.configs import Config, candidates
+from andrea_triton.problem import Problem, accumulator
+
+MAX_BLOCKS = 65535  # of grid axis 1
+WIDE_STRIDE = 2**31 // PAD.value  # strides from here on overflow int32 within a tile
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel start: `args` are its run-time arguments in order, `constexprs` the rest by name, `configs` the tilings to fall
+    back on, best first, `config` the one in use."""
+
+    name: str
+    kernel: Any
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    grid: tuple[int, int]
+    config: Config
+    configs: tuple[Config, ...]
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward beside its inputs: the output and, per query, lse, pivot and sum [B,HQ,M]."""
+
+    out: Tensor
+    lse: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+
+class Grads(NamedTuple):
+    """Where the backward writes; None where no gradient is wanted."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+def unit_stride(t: Tensor) -> Tensor:
+    """t with unit stride along its last dim: t itself, or a copy when it has another."""
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
+def _stride(stride: int) -> int | np.int64:
+    return stride if stride < WIDE_STRIDE else np.int64(stride)
+
+
+def view(t: Tensor, packed: bool) -> View:
+    """The kernel's view of a (B, H, T, D) tensor, or of a packed (total, H, D) one."""
+    if packed:
+        return View(t, 0, _stride(t.stride(1)), _stride(t.stride(0)))
+    return View(t, _stride(t.stride(0)), _stride(t.stride(1)), _stride(t.stride(2)))
+
+
+def matrix(t: Tensor) -> Matrix:
+    """The kernel's view of a (B, H, M, N) tensor."""
+    return Matrix(t, *(_stride(s) for s in t.stride()))
+
+
+def number(x: float, problem: Problem) -> float:
+    """A run-time number: fp32 in the kernel, fp64 for fp64 problems."""
+    return np.float64(x) if problem.dtype == torch.float64 else float(x)
+
+
+def terms(problem: Problem) -> Terms:
+    """The parts of a logit that a problem has."""
+    extras, cap = problem.extras, problem.spec.softcap
+    score, mask, bias, keep = extras.score, extras.mask, extras.bias, extras.keep
+    slopes = None if extras.slopes is None else extras.slopes.to(accumulator(problem.dtype)).contiguous()
+    return Terms(
+        cap=None if cap is None else number(cap, problem),
+        score=None if score is None else score.fn,
+        score_grad=None if score is None else score.grad,
+        score_args=() if score is None else _user_args(score.args, problem),
+        slopes=slopes,
+        bias=None if bias is None else matrix(bias),
+        keep=None if keep is None else matrix(keep.view(torch.uint8)),
+        mask=None if mask is None else mask.fn,
+        mask_args=() if mask is None else _user_args(mask.args, problem),
+    )
+
+
+def _user_args(args: tuple[Any, ...], problem: Problem) -> tuple[Any, ...]:
+    return tuple(number(x, problem) if isinstance(x, float) else x for x in args)
+
+
+def dropout(problem: Problem) -> Dropout | None:
+    """The generator's settings, None where nothing is dropped. An int seed is taken modulo 2^64."""
+    p, seed = problem.spec.dropout_p, problem.extras.seed
+    if p == 0.0 or seed is None:
+        return None
+    if not isinstance(seed, Tensor):
+        seed = np.array(seed % 2**64, np.uint64).astype(np.int64)[()]
+    return Dropout(seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
+
+
+def attention(problem: Problem, precision: str) -> Attention:
+    """What every launch of a problem has in common. precision is how fp32 is multiplied: ieee or tf32."""
+    extras, parts = problem.extras, terms(problem)
+    made = (parts.cap, parts.score, parts.slopes, parts.bias, parts.keep, parts.mask)
+    plain = problem.scale > 0 and all(x is None for x in made)
+    sizes = Sizes(
+        problem.M,
+        problem.N,
+        problem.spec.q_start if problem.packed else problem.q_start,
+        problem.HQ,
+        problem.group,
+        problem.B,
+        extras.cu_seqlens_q,
+        extras.cu_seqlens_k,
+        extras.key_lengths,
+    )
+    return Attention(
+        sizes=sizes,
+        band=Band(*problem.band()),
+        terms=parts,
+        dropout=dropout(problem),
+        scale=number(problem.scale, problem),
+        scale_log2=number(problem.scale * math.log2(math.e), problem),
+        D=constant(problem.D),
+        DV=constant(problem.DV),
+        acc=FP64 if problem.dtype == torch.float64 else FP32,
+        precision=constant(precision if problem.dtype == torch.float32 else "ieee"),
+        exact=constant(not plain),
+        rounded=constant(problem.spec.precise and problem.dtype.itemsize == 2),
+    )
+
+
+def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, target: str, **constexprs: int) -> Launch:
+    """A Launch of a kernel with the best tiling for a target. Raises UnsupportedError for more blocks than a grid can hold."""
+    configs = candidates(name, target, max(problem.D, problem.DV), problem.dtype.itemsize, *lengths(problem))
+    return tiled(Launch(name, kernel, args, constexprs, (0, 0), configs[0], configs), problem, configs[0])
+
+
+def lengths(problem: Problem) -> tuple[int, int]:
+    """The most queries and keys of one sequence."""
+    return (problem.max_q, problem.max_k) if problem.packed else (problem.M, problem.N)
+
+
+def grid(name: str, args: tuple[Any, ...], problem: Problem, config: Config) -> tuple[int, int]:
+    """Programs of a kernel: as each kernel's docstring says under Grid."""
+    (M, N), heads = lengths(problem), problem.B * problem.HQ
+    m_blocks, n_blocks = -(-M // config.BLOCK_M), -(-N // config.BLOCK_N)
+    if name == "delta":
+        return heads, -(-M // PAD.value) * (PAD.value // config.BLOCK_M)
+    if name == "dkdv":
+        return problem.B * problem.HKV, n_blocks
+    if name == "dsinks":
+        return problem.HQ, 1
+    if name == "dbias":
+        batch, of_heads, rows, cols = args[5].ptr.shape
+        return batch * of_heads * (m_blocks if rows == M else 1), n_blocks if cols == N else 1
+    return heads, m_blocks
+
+
+def tiled(launch: Launch, problem: Problem, config: Config) -> Launch:
+    """The launch with another tiling."""
+    programs, blocks = grid(launch.name, launch.args, problem, config)
+    if blocks > MAX_BLOCKS:
+        raise UnsupportedError(
+            f"a sequence of {max(lengths(problem))}", launch.name, f"that is {blocks} blocks, a grid holds {MAX_BLOCKS}; split it"
+        )
+    sides = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
+    constexprs = {**launch.constexprs, **{side: n for side, n in sides.items() if side in launch.kernel.arg_names}}
+    return Launch(launch.name, launch.kernel, launch.args, constexprs, (programs, blocks), config, launch.configs)
+
+
+def forward_plan(q: Tensor, k: Tensor, v: Tensor, saved: Saved, problem: Problem, target: str, precision: str) -> list[Launch]:
+    """The launches that fill `saved`."""
+    views = [view(t, problem.packed) for t in (q, k, v, saved.out)]
+    totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
+    args = (*views, totals, problem.extras.sinks, attention(problem, precision))
+    return [launch("forward", forward.forward, args, problem, target)]
+
+
+def row_blocks(problem: Problem) -> int:
+    """How many blocks of PAD rows the backward's per-query numbers take per head."""
+    if problem.packed:
+        return problem.M // PAD.value + problem.B + 1
+    return -(-problem.M // PAD.value)
+
+
+def backward_plan(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, rows: Tensor, grads: Grads,
+    problem: Problem, target: str, precision: str,
+) -> list[Launch]:  # fmt: skip
+    """The launches that fill `grads`. rows [3,B,HQ,row_blocks PAD] is room for the per-query numbers."""
+    common = attention(problem, precision)
+    qv, kv, vv, ov, dov = [view(t, problem.packed) for t in (q, k, v, saved.out, dout)]
+    totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
+    folded = not common.exact.value and problem.dtype.itemsize == 2
+    numbers = backward.Rows(rows[0], None if folded else rows[1], rows[2], row_blocks(problem), 1 if problem.packed else problem.B)
+    plan = [launch("delta", backward.delta, (ov, dov, totals, dlse, numbers, common), problem, target)]
+    if grads.dk is not None and grads.dv is not None:
+        args = (qv, kv, vv, dov, numbers, view(grads.dk, problem.packed), view(grads.dv, problem.packed), common)
+        plan.append(launch("dkdv", backward.dkdv, args, problem, target, GROUP=problem.group))
+    if grads.dq is not None:
+        args = (qv, kv, vv, dov, numbers, view(grads.dq, problem.packed), common)
+        plan.append(launch("dq", backward.dq, args, problem, target))
+    if grads.dbias is not None:
+        args = (qv, kv, vv, dov, numbers, matrix(grads.dbias), common)
+        full = {f"REDUCE_{d}": n != m for d, n, m in zip("BHMN", grads.dbias.shape, dense_shape(problem), strict=True)}
+        plan.append(launch("dbias", term_grads.dbias, args, problem, target, **full))
+    if grads.dsinks is not None:
+        plan.append(launch("dsinks", term_grads.dsinks, (problem.extras.sinks, numbers, grads.dsinks, common), problem, target))
+    return plan
+
+
+def dense_shape(problem: Problem) -> tuple[int, int, int, int]:
+    """(B, HQ, M, N)."""
+    return problem.B, problem.HQ, problem.M, problem.N

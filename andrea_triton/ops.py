@@ -1,0 +1,299 @@
+"""From a checked problem to tensors with gradients: the autograd Function, and the opaque operators for graphs.
+
+An eager call goes straight to the kernels through `Attend`. While torch.compile or torch.export traces, or a transform or dispatch
+mode is active, the same work goes through the operators `andrea_triton::forward` and `andrea_triton::backward`, which a graph keeps
+whole: Triton's own capture of kernels loses tensors inside NamedTuples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cpu
+from .errors import UnsupportedError
+from .problem import Problem, accumulator, make_problem, output_shape
+from .reference import reference
+from .spec import AttentionSpec
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def with_terms(problem: Problem, bias: Tensor | None, sinks: Tensor | None) -> Problem:
+    """The problem with other tensors for bias, in its own shape, and sinks."""
+    full = (problem.B, problem.HQ, problem.M, problem.N)
+    bias = None if bias is None else bias.expand(full)
+    return replace(problem, extras=problem.extras._replace(bias=bias, sinks=sinks))
+
+
+def dense_backward(
+    problem: Problem, inputs: tuple[Tensor | None, ...], dout: Tensor | None, dlse: Tensor | None, create_graph: bool
+) -> list[Tensor | None]:
+    """Gradients of q, k, v, bias, sinks through the dense reference: O(M N) memory, and differentiable again with create_graph."""
+    # Inside an operator autograd is switched off below; this switches it on again.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        leaves = [t if t is None or create_graph else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        q, k, v, bias, sinks = leaves
+        assert q is not None and k is not None and v is not None
+        results = reference(with_terms(problem, bias, sinks), q, k, v)
+        pairs = [(r, g) for r, g in zip(results, (dout, dlse), strict=True) if g is not None and r.requires_grad]
+        wanted = [t for t in leaves if t is not None and t.requires_grad]
+        if not pairs or not wanted:
+            return [None] * 5
+        outputs, grads = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True))
+        return [next(found) if t is not None and t.requires_grad else None for t in leaves]
+
+
+def run_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, ...]:
+    """out, lse, and the row pivots and sums that the kernels' backward takes (empty for backend torch)."""
+    if backend == "torch":
+        out, lse = cpu.forward(problem, q, k, v)
+        return out, lse, lse.new_empty(0), lse.new_empty(0)
+    from .launch import run
+
+    return tuple(run.forward(q, k, v, problem, backend))
+
+
+def run_backward(
+    problem: Problem, inputs: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None,
+    needs: tuple[bool, ...], backend: str,
+) -> Gradients:  # fmt: skip
+    """Gradients of q, k, v, bias and sinks (None where not needed), by a backend."""
+    q, k, v, bias, _ = inputs
+    assert q is not None and k is not None and v is not None
+    if backend == "torch":
+        if dlse is None and dout is not None and not (needs[3] or needs[4]) and cpu.fused(problem, q, k):
+            return (*cpu.backward(problem, q, k, v, saved[0], saved[1], dout), None, None)
+        leaves = tuple(None if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True))
+        return tuple(dense_backward(problem, leaves, dout, dlse, False))
+    from .launch import run
+    from .launch.plan import Saved
+
+    dout = torch.zeros_like(saved[0]) if dout is None else dout
+    shape = None if bias is None or not needs[3] else (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    grads = run.backward(q, k, v, dout, dlse, Saved(*saved), problem, backend, (needs[0], needs[1] or needs[2]), shape, needs[4])
+    dbias = None if grads.dbias is None or bias is None else grads.dbias.reshape(bias.shape).to(bias.dtype)
+    return grads.dq, grads.dk, grads.dv, dbias, grads.dsinks
+
+
+class Attend(torch.autograd.Function):
+    """out, lse of q, k, v, bias and sinks, with their gradients; lse is differentiable like out."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, problem: Problem, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """Run the forward and keep what the backward reads."""
+        saved = run_forward(problem, q, k, v, backend)
+        ctx.save_for_backward(q, k, v, bias, sinks, *saved)
+        ctx.problem, ctx.backend = problem, backend
+        ctx.set_materialize_grads(False)
+        return saved[0], saved[1]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients by the kernels; through the dense reference when they are to be differentiated again."""
+        inputs, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        if dout is None and dlse is None:
+            return (None,) * 7
+        if torch.is_grad_enabled():
+            return (*dense_backward(ctx.problem, inputs, dout, dlse, True), None, None)
+        needs = tuple(ctx.needs_input_grad[:5])
+        grads = run_backward(ctx.problem, inputs, saved, dout, dlse, needs, ctx.backend)
+        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), None, None)
+
+
+# The operators. Their arguments are a problem taken apart: what a graph can carry, tensors and numbers.
+
+
+def take_apart(problem: Problem, bias: Tensor | None, backend: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(tensors, numbers) of a problem, beside q, k, v: the operators' arguments from `bias` and from `left` on."""
+    x, spec = problem.extras, problem.spec
+    seed = x.seed if x.seed is None or isinstance(x.seed, Tensor) else torch.full((), x.seed, dtype=torch.int64, device=problem.device)
+    keep = None if x.keep is None else cpu.unexpanded(x.keep)
+    tensors = (bias, x.sinks, keep, x.slopes, x.key_lengths, x.cu_seqlens_q, x.cu_seqlens_k, seed)
+    band = (spec.left, spec.right, spec.q_start, spec.scale, spec.softcap, spec.dropout_p, spec.precise)
+    return tensors, (*band, problem.max_q, problem.max_k, backend)
+
+
+def put_together(q: Tensor, k: Tensor, v: Tensor, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Problem, str]:
+    """(problem, backend) from the operators' arguments."""
+    bias, sinks, keep, slopes, key_lengths, cu_q, cu_k, seed = tensors
+    *spec, max_q, max_k, backend = numbers
+    lengths = {} if cu_q is None else {"max_q": max_q, "max_k": max_k}
+    problem = make_problem(
+        q, k, v, AttentionSpec(*spec), bias=bias, sinks=sinks, keep=keep, alibi=slopes, key_lengths=key_lengths,
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seed=seed, **lengths,
+    )  # fmt: skip
+    return problem, backend
+
+
+@torch.library.custom_op("andrea_triton::forward", mutates_args=())
+def forward_op(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, keep: Tensor | None, slopes: Tensor | None,
+    key_lengths: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seed: Tensor | None,
+    left: int | None, right: int | None, q_start: int | None, scale: float | None, softcap: float | None, dropout_p: float,
+    precise: bool, max_q: int, max_k: int, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, lse, row_max, row_sum: run_forward for graphs."""
+    tensors = (bias, sinks, keep, slopes, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
+    numbers = (left, right, q_start, scale, softcap, dropout_p, precise, max_q, max_k, backend)
+    problem, backend = put_together(q, k, v, tensors, numbers)
+    out, lse, row_max, row_sum = run_forward(problem, q, k, v, backend)
+    return _laid_out(out, q, v.shape[-1], problem.packed), lse, row_max, row_sum
+
+
+def _like(t: Tensor, features: int, packed: bool) -> Tensor:
+    """Room in the memory order of t, as launch/run.py allocates it."""
+    shape, swapped = output_shape(t, features, packed)
+    return t.new_empty(shape).transpose(1, 2) if swapped else t.new_empty(shape)
+
+
+def _laid_out(value: Tensor, t: Tensor, features: int, packed: bool) -> Tensor:
+    """value in the memory order of t: what the fake says and a graph relies on."""
+    room = _like(t, features, packed)
+    return value if value.stride() == room.stride() and value.dtype == t.dtype else room.copy_(value)
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    packed, kernels = rest[5] is not None, rest[-1] != "torch"
+    rows = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:3])
+    lse = q.new_empty(rows, dtype=accumulator(q.dtype))
+    parts = [torch.empty_like(lse) if kernels else lse.new_empty(0) for _ in range(2)]
+    return _like(q, v.shape[-1], packed), lse, parts[0], parts[1]
+
+
+@torch.library.custom_op("andrea_triton::backward", mutates_args=())
+def backward_op(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, row_max: Tensor, row_sum: Tensor, needs: list[bool],
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, keep: Tensor | None, slopes: Tensor | None,
+    key_lengths: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seed: Tensor | None,
+    left: int | None, right: int | None, q_start: int | None, scale: float | None, softcap: float | None, dropout_p: float,
+    precise: bool, max_q: int, max_k: int, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, dbias, dsinks, empty where not needed: run_backward for graphs."""
+    tensors = (bias, sinks, keep, slopes, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
+    numbers = (left, right, q_start, scale, softcap, dropout_p, precise, max_q, max_k, backend)
+    problem, backend = put_together(q, k, v, tensors, numbers)
+    saved, inputs = (out, lse, row_max, row_sum), (q, k, v, bias, sinks)
+    grads = run_backward(problem, inputs, saved, dout, dlse, tuple(needs), backend)
+    return tuple(
+        q.new_empty(0) if t is None or not need
+        else torch.zeros_like(t) if grad is None
+        else _laid_out(grad, t, t.shape[-1], problem.packed) if i < 3
+        else grad.contiguous()
+        for i, (grad, t, need) in enumerate(zip(grads, inputs, needs, strict=True))
+    )  # type: ignore[return-value]  # fmt: skip
+
+
+@backward_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    needs, inputs, packed = args[6], args[7:12], args[16] is not None
+    return tuple(
+        inputs[0].new_empty(0) if t is None or not need
+        else _like(t, t.shape[-1], packed) if i < 3
+        else t.new_empty(t.shape)
+        for i, (t, need) in enumerate(zip(inputs, needs, strict=True))
+    )  # fmt: skip
+
+
+class TracedBackward(torch.autograd.Function):
+    """The backward operator as a Function: a second derivative through it is an error, not a wrong number."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Call the operator."""
+        return backward_op(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        """Always an error."""
+        raise UnsupportedError(
+            "double backward", "a compiled or transformed call", "call it eagerly with create_graph=True, or use backend='reference'"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        """One call per batch entry."""
+        return _each(TracedBackward.apply, info.batch_size, in_dims, args)
+
+
+class Traced(torch.autograd.Function):
+    """Attend through the operators, for graphs and function transforms. Results: out, lse, row_max, row_sum."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Call the operator."""
+        return forward_op(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep the operator's tensors and numbers, and its results."""
+        ctx.save_for_backward(*inputs[:11], *output)
+        ctx.numbers = inputs[11:]
+        ctx.mark_non_differentiable(output[2], output[3])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        """Call the backward operator."""
+        inputs, saved = ctx.saved_tensors[:11], ctx.saved_tensors[11:]
+        if dout is None and dlse is None:
+            return (None,) * 21
+        needs = list(ctx.needs_input_grad[:5])
+        call = backward_op if torch.compiler.is_compiling() else TracedBackward.apply
+        grads = call(dout, dlse, *saved, needs, *inputs, *ctx.numbers)
+        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 16)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        """One call per batch entry."""
+        return _each(Traced.apply, info.batch_size, in_dims, args)
+
+
+def _each(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """vmap by a loop: the results of every batch entry, stacked."""
+    rows = []
+    for i in range(size):
+        rows.append(function(*(x if d is None or isinstance(d, list) else x.select(d, i) for x, d in zip(args, in_dims, strict=True))))
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
+
+
+def _setup_op(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    Traced.setup_context(ctx, inputs, output)
+
+
+forward_op.register_autograd(Traced.backward, setup_context=_setup_op)
+
+
+def traced(q: Tensor) -> bool:
+    """Whether the call is to be captured rather than run: tracing, a function transform, a dispatch mode, or no plain tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or type(q) not in (Tensor, torch.nn.Parameter)
+        or q.device.type == "meta"
+    )
+
+
+def attend(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view."""
+    if backend == "reference":
+        return reference(problem, q, k, v)
+    if traced(q) and problem.extras.score is None and problem.extras.mask is None:
+        tensors, numbers = take_apart(problem, bias, backend)
+        out, lse, _, _ = Traced.apply(q, k, v, *tensors, *numbers)
+        return out, lse
+    return Attend.apply(q, k, v, bias, sinks, problem, backend)

@@ -1,0 +1,354 @@
+"""The definition of attention, dense and eager: what every other backend is measured against.
+
+    logit  = score(cap tanh(scale q·k / cap)) - slope |q_pos - k_pos| + bias, or -inf where the key is hidden
+    weight = exp(logit - lse), lse = log(sum of exp(logit) over the keys, and exp(sink))
+    out    = sum of weight · v over the keys
+
+It keeps the whole (B, HQ, M, N) matrix, runs on any dtype and device, and leaves the gradients to autograd. Scores,
+weights and output are rounded to the dtype of q; the softmax between them is in fp32, as torch's own (fp64 for fp64).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from andrea_triton.errors import UnsupportedError
+from andrea_triton.problem import Extras, Problem, accumulator
+
+PHILOX_MULTIPLIER = 0xD256D193
+PHILOX_KEY_STEP = 0x9E3779B9
+PHILOX_ROUNDS = 10
+WORD = 0xFFFFFFFF
+
+
+class Grid(NamedTuple):
+    """Who meets whom in the dense matrix: four integer tensors that broadcast to (B, HQ, M, N)."""
+
+    batch: Tensor
+    head: Tensor
+    q_pos: Tensor
+    k_pos: Tensor
+
+
+class Segment(NamedTuple):
+    """Packed sequence number `batch` as a dense problem: rows `queries` of q, rows `keys` of k and v."""
+
+    batch: int
+    problem: Problem
+    queries: slice
+    keys: slice
+
+
+def reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention by its definition.
+
+    Args:
+        problem: the checked call.
+        q: (B, HQ, M, D), any float dtype; packed (total_q, HQ, D).
+        k: (B, HKV, N, D), dtype of q; packed (total_k, HKV, D).
+        v: (B, HKV, N, DV), dtype of q; packed (total_k, HKV, DV).
+
+    Returns:
+        out (B, HQ, M, DV) in the dtype of q, packed (total_q, HQ, DV); and lse (B, HQ, M), packed (HQ, total_q), a
+        natural logarithm in fp32 (fp64 for fp64). A query that sees no key has out 0 and lse -inf, or its sink; rows
+        after the last packed sequence have out 0 and lse -inf. Both are differentiable by q, k, v, bias and sinks.
+
+    Raises:
+        UnsupportedError: a Score or Mask without its torch_fn.
+
+    Source:
+        arXiv 1706.03762 (attention), arXiv 2408.00118 (softcap), arXiv 2108.12409 (ALiBi), arXiv 2309.17453 (sinks).
+
+    Example:
+        >>> from andrea_triton.problem import make_problem
+        >>> from andrea_triton.spec import make_spec
+        >>> q = torch.tensor([[[[2.0**0.5, 0.0]]]])
+        >>> k = torch.tensor([[[[2.0, 0.0], [0.0, 0.0], [1.0, 0.0]]]])
+        >>> v = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]]])
+        >>> out, lse = reference(make_problem(q, k, v, make_spec()), q, k, v)
+        >>> [round(x, 3) for x in out.flatten().tolist()]
+        [0.788, 0.212]
+    """
+    if not problem.packed:
+        return _dense(problem, q, k, v, 0)
+    outs, lses, end = [q.new_zeros(0, problem.HQ, problem.DV)], [_row_values(problem, 0, 0.0)], 0
+    for batch, own, queries, keys in _segments(problem):
+        out, lse = _dense(own, _one(q, queries), _one(k, keys), _one(v, keys), batch)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+        end = queries.stop
+    outs.append(q.new_zeros(problem.M - end, problem.HQ, problem.DV))
+    lses.append(_row_values(problem, problem.M - end, float("-inf")))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def weights(problem: Problem, q: Tensor, k: Tensor) -> Tensor:
+    """The matrix of coefficients that the values are summed with, before any dropout.
+
+    Args:
+        problem: a checked dense call.
+        q: (B, HQ, M, D).
+        k: (B, HKV, N, D), dtype of q.
+
+    Returns:
+        (B, HQ, M, N) in the dtype of q, all >= 0. A row sums to 1, to less beside a sink, to 0 where no key is seen.
+
+    Raises:
+        UnsupportedError: packed sequences, or a Score or Mask without its torch_fn.
+
+    Example:
+        >>> from andrea_triton.problem import make_problem
+        >>> from andrea_triton.spec import make_spec
+        >>> x = torch.zeros(1, 1, 2, 4)
+        >>> weights(make_problem(x, x, x, make_spec(causal=True)), x, x)[0, 0].tolist()
+        [[1.0, 0.0], [0.5, 0.5]]
+    """
+    if problem.packed:
+        raise UnsupportedError(
+            "attention_weights", "varlen", "sequences have matrices of many sizes; pass them one by one"
+        )
+    probabilities, _ = _softmax(_logits(problem, q, k, _grid(problem, 0)), problem.extras.sinks)
+    return probabilities.to(q.dtype)
+
+
+def statistics(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """What one looks at to see whether attention is healthy: the largest logit and the entropy of every row.
+
+    Args:
+        problem: the checked call.
+        q: (B, HQ, M, D); packed (total_q, HQ, D).
+        k: (B, HKV, N, D), dtype of q; packed (total_k, HKV, D).
+
+    Returns:
+        The largest logit over the keys that the query sees, -inf where there is none; and the entropy in nats, the sum
+        of -w log w over the keys, without dropout. Both (B, HQ, M) fp32, packed (HQ, total_q), without gradient.
+
+    Raises:
+        UnsupportedError: a Score or Mask without its torch_fn.
+
+    Example:
+        >>> from andrea_triton.problem import make_problem
+        >>> from andrea_triton.spec import make_spec
+        >>> x = torch.zeros(1, 1, 2, 4)
+        >>> peak, entropy = statistics(make_problem(x, x, x, make_spec(causal=True)), x, x)
+        >>> [round(nats, 3) for nats in entropy.flatten().tolist()]
+        [0.0, 0.693]
+    """
+    with torch.no_grad():
+        if not problem.packed:
+            return _dense_statistics(problem, q, k, 0)
+        peak = _row_values(problem, problem.M, float("-inf")).float()
+        entropy = torch.zeros_like(peak)
+        for batch, own, queries, keys in _segments(problem):
+            rows = _dense_statistics(own, _one(q, queries), _one(k, keys), batch)
+            peak[:, queries], entropy[:, queries] = rows[0][0], rows[1][0]
+        return peak, entropy
+
+
+def dropout_mask(
+    seed: int | Tensor,
+    p: float,
+    batch: int,
+    heads: int,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    device: torch.device | str,
+    *,
+    first_batch: int = 0,
+) -> Tensor:
+    """Which weights a dropout of probability p keeps: a function of seed, batch, head and the two positions alone.
+
+    Args:
+        seed: 64 bits, an int or an int64 tensor of one element.
+        p: probability that a weight is dropped, in [0, 1).
+        batch: B, the number of batch entries.
+        heads: HQ, the number of query heads.
+        q_pos: (M,) integer positions of the queries, q_start included.
+        k_pos: (N,) integer positions of the keys.
+        device: where the mask is made.
+        first_batch: index of the first batch entry; a packed sequence is the batch entry of its own index.
+
+    Returns:
+        (B, HQ, M, N) bool, True where the weight is kept.
+
+    Source:
+        Philox2x32-10 in Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+
+    Example:
+        >>> mask = dropout_mask(7, 0.25, 1, 2, torch.arange(64), torch.arange(64), "cpu")
+        >>> mask.shape, round(mask.double().mean().item(), 2)
+        (torch.Size([1, 2, 64, 64]), 0.75)
+    """
+    seed_low = torch.as_tensor(seed & WORD, dtype=torch.int64, device=device).reshape(())
+    seed_high = torch.as_tensor((seed >> 32) & WORD, dtype=torch.int64, device=device).reshape(())
+    row_of_heads = torch.arange(first_batch * heads, (first_batch + batch) * heads, device=device)
+    key = philox(row_of_heads & WORD, seed_high, seed_low).view(batch, heads, 1, 1)
+    q_word = q_pos.to(device, torch.int64).view(-1, 1) & WORD
+    k_word = k_pos.to(device, torch.int64).view(1, -1) & WORD
+    return philox(q_word, k_word, key) >= int(p * 2**32)
+
+
+def philox(first: Tensor, second: Tensor, key: Tensor) -> Tensor:
+    """The first word of Philox2x32-10.
+
+    Args:
+        first: int64, counter word 0, in [0, 2**32).
+        second: int64, counter word 1, broadcastable to it.
+        key: int64, likewise.
+
+    Returns:
+        int64 in [0, 2**32), in the common shape.
+
+    Source:
+        Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+
+    Example:
+        >>> zero = torch.tensor(0)
+        >>> hex(philox(zero, zero, zero).item())
+        '0xff1dae59'
+    """
+    for _ in range(PHILOX_ROUNDS):
+        product = first * PHILOX_MULTIPLIER
+        first, second = ((product >> 32) & WORD) ^ key ^ second, product & WORD
+        key = (key + PHILOX_KEY_STEP) & WORD
+    return first
+
+
+def _dense(problem: Problem, q: Tensor, k: Tensor, v: Tensor, first_batch: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of (B, H, T, D) tensors; first_batch is the index of batch entry 0."""
+    grid = _grid(problem, first_batch)
+    probabilities, lse = _softmax(_logits(problem, q, k, grid), problem.extras.sinks)
+    p, seed = problem.spec.dropout_p, problem.extras.seed
+    if p > 0.0 and seed is not None:
+        kept = dropout_mask(
+            seed,
+            p,
+            problem.B,
+            problem.HQ,
+            grid.q_pos.flatten(),
+            grid.k_pos.flatten(),
+            q.device,
+            first_batch=first_batch,
+        )
+        probabilities = probabilities * kept / (1.0 - p)
+    return probabilities.to(q.dtype) @ _per_query_head(v, problem), lse
+
+
+def _dense_statistics(problem: Problem, q: Tensor, k: Tensor, first_batch: int) -> tuple[Tensor, Tensor]:
+    """(largest logit, entropy) of (B, H, T, D) tensors."""
+    logits = _logits(problem, q, k, _grid(problem, first_batch))
+    probabilities, _ = _softmax(logits, problem.extras.sinks)
+    nothing = logits.new_full((*logits.shape[:-1], 1), float("-inf"))
+    peak = torch.cat([logits, nothing], -1).amax(-1)
+    return peak.float(), torch.special.entr(probabilities).sum(-1).float()
+
+
+def _logits(problem: Problem, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+    """(B, HQ, M, N) logits, -inf where the query may not see the key.
+
+    A hidden score is 0 before anything is made of it, so that a NaN in a hidden key goes nowhere.
+    """
+    extras, cap = problem.extras, problem.spec.softcap
+    hidden = ~_visible(problem, grid)
+    logits = (q @ _per_query_head(k, problem).transpose(-2, -1) * problem.scale).masked_fill(hidden, 0.0)
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    if extras.score is not None:
+        logits = _torch_fn("score", extras.score.torch_fn)(logits, *grid, *extras.score.args).to(q.dtype)
+    if extras.slopes is not None:
+        distance = (grid.q_pos - grid.k_pos).abs()
+        logits = logits - (extras.slopes.to(accumulator(q.dtype))[:, :, None, None] * distance).to(q.dtype)
+    if extras.bias is not None:
+        logits = logits + extras.bias.to(q.dtype)
+    return logits.masked_fill(hidden, float("-inf"))
+
+
+def _visible(problem: Problem, grid: Grid) -> Tensor:
+    """Bool, broadcastable to (B, HQ, M, N): True where the query may see the key."""
+    extras, left, right = problem.extras, problem.spec.left, problem.spec.right
+    visible = torch.ones_like(grid.q_pos + grid.k_pos, dtype=torch.bool)
+    if left is not None:
+        visible = visible & (grid.k_pos >= grid.q_pos - left)
+    if right is not None:
+        visible = visible & (grid.k_pos <= grid.q_pos + right)
+    if extras.key_lengths is not None:
+        visible = visible & (grid.k_pos < extras.key_lengths[:, None, None, None])
+    if extras.keep is not None:
+        visible = visible & extras.keep
+    if extras.mask is not None:
+        visible = visible & _torch_fn("mask", extras.mask.torch_fn)(*grid, *extras.mask.args)
+    return visible
+
+
+def _softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights, lse) of every row, in fp32 (fp64 for fp64).
+
+    One more column, the sink or -inf, takes part and is cut off again: a row without keys is no special case.
+    """
+    batch, heads, queries, keys = logits.shape
+    dtype = accumulator(logits.dtype)
+    column = logits.new_full((heads,), float("-inf"), dtype=dtype) if sinks is None else sinks.to(dtype)
+    rows = torch.cat([logits.to(dtype), column.view(1, heads, 1, 1).expand(batch, heads, queries, 1)], -1)
+    pivot = rows.detach().amax(-1, keepdim=True)
+    pivot = pivot.masked_fill(pivot == float("-inf"), 0.0)
+    powers = torch.exp(rows - pivot)
+    total = powers.sum(-1, keepdim=True)
+    empty = total == 0.0
+    total = total.masked_fill(empty, 1.0)
+    lse = (pivot + total.log()).masked_fill(empty, float("-inf"))
+    return (powers / total)[..., :keys], lse.squeeze(-1)
+
+
+def _grid(problem: Problem, first_batch: int) -> Grid:
+    """The four indices of a dense problem."""
+    device = problem.device
+    return Grid(
+        torch.arange(first_batch, first_batch + problem.B, device=device).view(-1, 1, 1, 1),
+        torch.arange(problem.HQ, device=device).view(1, -1, 1, 1),
+        torch.arange(problem.M, device=device).view(1, 1, -1, 1) + problem.q_start,
+        torch.arange(problem.N, device=device).view(1, 1, 1, -1),
+    )
+
+
+def _segments(problem: Problem) -> Iterator[Segment]:
+    """The packed sequences, one dense problem each. Reads cu_seqlens, so it waits for the device."""
+    extras = problem.extras
+    assert extras.cu_seqlens_q is not None and extras.cu_seqlens_k is not None
+    starts_q, starts_k = extras.cu_seqlens_q.tolist(), extras.cu_seqlens_k.tolist()
+    for batch in range(problem.B):
+        queries = slice(starts_q[batch], starts_q[batch + 1])
+        keys = slice(starts_k[batch], starts_k[batch + 1])
+        own = Extras(
+            slopes=None if extras.slopes is None else extras.slopes[batch : batch + 1],
+            sinks=extras.sinks,
+            seed=extras.seed,
+            score=extras.score,
+            mask=extras.mask,
+        )
+        M, N = queries.stop - queries.start, keys.stop - keys.start
+        yield Segment(batch, replace(problem, B=1, M=M, N=N, extras=own, max_q=0, max_k=0), queries, keys)
+
+
+def _one(packed: Tensor, rows: slice) -> Tensor:
+    """(1, H, T, D) view of the rows of a (total, H, D) tensor."""
+    return packed[rows].transpose(0, 1).unsqueeze(0)
+
+
+def _row_values(problem: Problem, queries: int, value: float) -> Tensor:
+    """(HQ, queries) of one value, for rows of a packed lse."""
+    return torch.full((problem.HQ, queries), value, dtype=accumulator(problem.dtype), device=problem.device)
+
+
+def _per_query_head(x: Tensor, problem: Problem) -> Tensor:
+    """(B, HQ, N, D): every key head once for each of the query heads that read it."""
+    return x.unsqueeze(2).expand(-1, -1, problem.group, -1, -1).flatten(1, 2)
+
+
+def _torch_fn(name: str, torch_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+    if torch_fn is None:
+        reason = f"torch_fn is missing; give {name} its dense twin, torch_fn=, or use backend='triton'"
+        raise UnsupportedError(name, "reference", reason)
+    return torch_fn

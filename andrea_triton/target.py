@@ -1,0 +1,94 @@
+"""Which machine and which backend: the only file that asks torch or the environment what there is."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedError
+
+BACKENDS = ("triton", "interpreter", "torch", "reference")
+
+
+def has_triton() -> bool:
+    """True where Triton is installed (it is not imported for the question)."""
+    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend that tensors on a device get when the call names none: triton on CUDA, HIP and XPU, else torch."""
+    return "triton" if device.type in ("cuda", "xpu") and has_triton() else "torch"
+
+
+def reason(device: torch.device) -> str:
+    """Why default_backend chooses as it does."""
+    if device.type not in ("cuda", "xpu"):
+        return f"{device.type} tensors: PyTorch's fused attention where it says what is asked, else the dense reference"
+    if not has_triton():
+        return "Triton is not installed: pip install triton to get the kernels"
+    return f"{device.type} tensors: the Triton kernels"
+
+
+def check_backend(name: str, device: torch.device) -> None:
+    """Raise when a backend is unknown (ValueError kind) or cannot run on a device.
+
+    Raises:
+        UnsupportedError: names the backends that can.
+    """
+    if name not in BACKENDS:
+        raise UnsupportedError("backend", repr(name), f"wanted one of {', '.join(BACKENDS)}, or None to choose by device")
+    if name in ("triton", "interpreter") and not has_triton():
+        raise UnsupportedError(f"backend {name!r}", "this installation", "Triton is missing: pip install triton, or backend='torch'")
+    if name == "triton" and device.type not in ("cuda", "xpu"):
+        raise UnsupportedError(
+            f"{device.type} tensors", "triton", "it runs on cuda, hip and xpu tensors; backend='interpreter' runs the same kernels on the CPU"
+        )
+    if name == "interpreter" and device.type != "cpu":
+        raise UnsupportedError(f"{device.type} tensors", "interpreter", "it runs on CPU tensors; backend='triton' runs these")
+
+
+@functools.cache
+def _device_target(kind: str, index: int) -> str:
+    if kind == "xpu":
+        return "xpu"
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(index).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def target_of(device: torch.device) -> str:
+    """The name under which launch/configs.py knows a device: sm_80, gfx942, xpu, or interpreter for the CPU."""
+    if device.type == "cpu":
+        return "interpreter"
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _device_target(device.type, index)
+
+
+def current(device: torch.device) -> Any:
+    """A context in which a GPU is the current device, so that kernels start there."""
+    return torch.xpu.device(device) if device.type == "xpu" else torch.cuda.device(device)
+
+
+def gpu_target() -> Any:
+    """Triton's GPUTarget of the current device."""
+    import triton
+
+    return triton.runtime.driver.active.get_current_target()
+
+
+def float32_precision() -> str:
+    """How fp32 matrix products are made: "ieee", or "tf32" when torch's own setting asks for it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast gives matrix products on a device, None outside autocast."""
+    kind = device.type
+    if kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None

@@ -1,0 +1,1 @@
+"""Measurements of andrea_triton, run from a checkout: ``python -m bench``."""
