@@ -19,7 +19,15 @@ LARGEST_BIAS = 2.0**14  # beyond it lse in fp32 no longer resolves the logarithm
 def fused(problem: Problem, q: Tensor, k: Tensor) -> bool:
     """Whether PyTorch's fused CPU attention gives this problem's answer, in every row."""
     extras, spec = problem.extras, problem.spec
-    other = (spec.softcap, extras.slopes, extras.sinks, extras.key_lengths, extras.score, extras.mask, extras.cu_seqlens_q)
+    other = (
+        spec.softcap,
+        extras.slopes,
+        extras.sinks,
+        extras.key_lengths,
+        extras.score,
+        extras.mask,
+        extras.cu_seqlens_q,
+    )
     if problem.device.type != "cpu" or any(x is not None for x in other) or spec.dropout_p > 0.0 or problem.scale <= 0:
         return False
     if problem.D != problem.DV or 0 in (problem.B, problem.HQ, problem.M, problem.N):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import ops, target
 from .errors import ShapeError
-from .problem import make_problem
+from .problem import Problem, make_problem
 from .reference import weights
 from .spec import Mask, Score, Window, make_spec
 
@@ -26,7 +26,7 @@ def attention(
     q_start: int | None = None, softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None,
     sinks: Tensor | None = None, key_lengths: Tensor | None = None, score: Score | None = None,
     mask: Mask | Tensor | None = None, dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False,
-    return_lse: bool = False, validate: bool = False, backend: str | None = None,
+    return_lse: bool = False, return_stats: bool = False, validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Exact softmax attention, in tiles, without the M×N matrix.
 
@@ -49,6 +49,8 @@ def attention(
         seed: of the dropout: int, or an int64 tensor of one element on the tensors' device; None draws one from torch's generator.
         precise: in fp16 and bf16, sum the weights as rounded for the product with v, so that v = 1 gives exactly 1.
         return_lse: return (out, lse); lse (B, HQ, M) is the natural logarithm of the row sum, fp32 (fp64 for fp64), differentiable.
+        return_stats: also return, last, the largest logit of every row and the entropy of its weights in nats, fp32 (B, HQ, M), without
+            gradient: what shows logits that grow and attention that collapses. It makes the scores once more, in O(M) memory.
         validate: check the contents of index tensors on a GPU too, which waits for it.
         backend: triton, interpreter, torch, reference, or None to choose by the tensors' device.
 
@@ -71,21 +73,30 @@ def attention(
         [0.788, 0.212]
     """
     q, k, v = _autocast(q, k, v)
-    spec = make_spec(causal=causal, scale=scale, window=window, q_start=q_start, softcap=softcap, dropout_p=dropout_p, precise=precise)
+    spec = make_spec(
+        causal=causal,
+        scale=scale,
+        window=window,
+        q_start=q_start,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        precise=precise,
+    )
     keep, user_mask = (mask, None) if isinstance(mask, Tensor) else (None, mask)
     problem = make_problem(
         q, k, v, spec, bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, keep=keep, score=score, mask=user_mask,
         seed=_drawn(seed, dropout_p, q), validate=validate,
     )  # fmt: skip
-    out, lse = ops.attend(problem, q, k, v, bias, sinks, _backend(backend, q))
-    return (out, lse) if return_lse else out
+    chosen = _backend(backend, q)
+    out, lse = ops.attend(problem, q, k, v, bias, sinks, chosen)
+    return _results(problem, q, k, v, out, lse, bias, (return_lse, return_stats), chosen)
 
 
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: Window = None, q_start: int | None = None,
     softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None, sinks: Tensor | None = None,
     key_lengths: Tensor | None = None, score: Score | None = None, mask: Mask | Tensor | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, validate: bool = False,
+    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats: bool = False, validate: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`attention` with causal=True: what a GPT block needs.
@@ -95,7 +106,7 @@ def causal_attention(
         k: keys (B, HKV, N, D).
         v: values (B, HKV, N, DV).
         scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p, seed, precise, return_lse,
-            validate, backend: as in `attention`.
+            return_stats, validate, backend: as in `attention`.
 
     Returns:
         out (B, HQ, M, DV), or (out, lse), as `attention`.
@@ -113,7 +124,7 @@ def causal_attention(
     """
     return attention(
         q, k, v, causal=True, scale=scale, window=window, q_start=q_start, softcap=softcap, bias=bias, alibi=alibi, sinks=sinks,
-        key_lengths=key_lengths, score=score, mask=mask, dropout_p=dropout_p, seed=seed, precise=precise, return_lse=return_lse,
+        key_lengths=key_lengths, score=score, mask=mask, dropout_p=dropout_p, seed=seed, precise=precise, return_lse=return_lse, return_stats=return_stats,
         validate=validate, backend=backend,
     )  # fmt: skip
 
@@ -122,7 +133,7 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, *, causal: bool = False,
     scale: float | None = None, window: Window = None, q_start: int | None = None, softcap: float | None = None,
     alibi: Tensor | None = None, sinks: Tensor | None = None, score: Score | None = None, mask: Mask | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats: bool = False,
     validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of sequences packed one after the other: sequence s owns the rows cu_seqlens[s] up to cu_seqlens[s + 1].
@@ -135,7 +146,7 @@ def varlen_attention(
         cu_seqlens_k: (sequences + 1,) int32, the same for the keys.
         max_q: rows of the longest sequence, or more.
         max_k: the same for the keys.
-        causal, scale, window, q_start, softcap, sinks, score, mask, dropout_p, seed, precise, return_lse, validate, backend: as in
+        causal, scale, window, q_start, softcap, sinks, score, mask, dropout_p, seed, precise, return_lse, return_stats, validate, backend: as in
             `attention`; positions count from each sequence's start, and batch is the number of the sequence.
         alibi: slopes (HQ,) or (sequences, HQ).
 
@@ -156,13 +167,22 @@ def varlen_attention(
         True
     """
     q, k, v = _autocast(q, k, v)
-    spec = make_spec(causal=causal, scale=scale, window=window, q_start=q_start, softcap=softcap, dropout_p=dropout_p, precise=precise)
+    spec = make_spec(
+        causal=causal,
+        scale=scale,
+        window=window,
+        q_start=q_start,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        precise=precise,
+    )
     problem = make_problem(
         q, k, v, spec, alibi=alibi, sinks=sinks, score=score, mask=mask, seed=_drawn(seed, dropout_p, q),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, validate=validate,
     )  # fmt: skip
-    out, lse = ops.attend(problem, q, k, v, None, sinks, _backend(backend, q))
-    return (out, lse) if return_lse else out
+    chosen = _backend(backend, q)
+    out, lse = ops.attend(problem, q, k, v, None, sinks, chosen)
+    return _results(problem, q, k, v, out, lse, None, (return_lse, return_stats), chosen)
 
 
 def scaled_dot_product_attention(
@@ -279,7 +299,17 @@ def attention_weights(
     spec = make_spec(causal=causal, scale=scale, window=window, q_start=q_start, softcap=softcap)
     keep, user_mask = (mask, None) if isinstance(mask, Tensor) else (None, mask)
     problem = make_problem(
-        q, k, k, spec, bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, keep=keep, score=score, mask=user_mask
+        q,
+        k,
+        k,
+        spec,
+        bias=bias,
+        alibi=alibi,
+        sinks=sinks,
+        key_lengths=key_lengths,
+        keep=keep,
+        score=score,
+        mask=user_mask,
     )
     return weights(problem, q, k)
 
@@ -312,6 +342,17 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None) -> E
     if backend is not None:
         return Explanation(chosen, "the call names it")
     return Explanation(chosen, target.reason(q.device))
+
+
+def _results(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, wanted: tuple[bool, bool],
+    backend: str,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """out, then lse and the row statistics as wanted."""
+    results = (out, lse) if wanted[0] else (out,)
+    if wanted[1]:
+        results = (*results, *ops.survey(problem, q, k, v, lse, bias, backend))
+    return results if len(results) > 1 else out
 
 
 def _backend(name: str | None, q: Tensor) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import cpu
 from .errors import UnsupportedError
 from .problem import Problem, accumulator, make_problem, output_shape
-from .reference import reference
+from .reference import reference, statistics
 from .spec import AttentionSpec
 
 Gradients = tuple[Tensor | None, ...]
@@ -32,10 +32,13 @@ def with_terms(problem: Problem, bias: Tensor | None, sinks: Tensor | None) -> P
 def dense_backward(
     problem: Problem, inputs: tuple[Tensor | None, ...], dout: Tensor | None, dlse: Tensor | None, create_graph: bool
 ) -> list[Tensor | None]:
-    """Gradients of q, k, v, bias, sinks through the dense reference: O(M N) memory, and differentiable again with create_graph."""
+    """Gradients of q, k, v, bias, sinks through the dense reference: O(M N) memory, and differentiable again if asked."""
     # Inside an operator autograd is switched off below; this switches it on again.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
-        leaves = [t if t is None or create_graph else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        # Views, for one tensor may be q, k and v at once and wants three gradients.
+        leaves = [
+            None if t is None else t.view_as(t) if create_graph else t.detach().requires_grad_(t.requires_grad) for t in inputs
+        ]
         q, k, v, bias, sinks = leaves
         assert q is not None and k is not None and v is not None
         results = reference(with_terms(problem, bias, sinks), q, k, v)
@@ -84,8 +87,15 @@ class Attend(torch.autograd.Function):
     """out, lse of q, k, v, bias and sinks, with their gradients; lse is differentiable like out."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, problem: Problem, backend: str
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        problem: Problem,
+        backend: str,
     ) -> tuple[Tensor, Tensor]:
         """Run the forward and keep what the backward reads."""
         saved = run_forward(problem, q, k, v, backend)
@@ -95,7 +105,7 @@ class Attend(torch.autograd.Function):
         return saved[0], saved[1]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients by the kernels; through the dense reference when they are to be differentiated again."""
         inputs, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         if dout is None and dlse is None:
@@ -113,7 +123,11 @@ class Attend(torch.autograd.Function):
 def take_apart(problem: Problem, bias: Tensor | None, backend: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """(tensors, numbers) of a problem, beside q, k, v: the operators' arguments from `bias` and from `left` on."""
     x, spec = problem.extras, problem.spec
-    seed = x.seed if x.seed is None or isinstance(x.seed, Tensor) else torch.full((), x.seed, dtype=torch.int64, device=problem.device)
+    seed = (
+        x.seed
+        if x.seed is None or isinstance(x.seed, Tensor)
+        else torch.full((), x.seed, dtype=torch.int64, device=problem.device)
+    )
     keep = None if x.keep is None else cpu.unexpanded(x.keep)
     tensors = (bias, x.sinks, keep, x.slopes, x.key_lengths, x.cu_seqlens_q, x.cu_seqlens_k, seed)
     band = (spec.left, spec.right, spec.q_start, spec.scale, spec.softcap, spec.dropout_p, spec.precise)
@@ -206,7 +220,7 @@ class TracedBackward(torch.autograd.Function):
     """The backward operator as a Function: a second derivative through it is an error, not a wrong number."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         """Call the operator."""
         return backward_op(*args)
 
@@ -215,10 +229,12 @@ class TracedBackward(torch.autograd.Function):
         """Nothing is kept."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> Any:
         """Always an error."""
         raise UnsupportedError(
-            "double backward", "a compiled or transformed call", "call it eagerly with create_graph=True, or use backend='reference'"
+            "double backward",
+            "a compiled or transformed call",
+            "call it eagerly with create_graph=True, or use backend='reference'",
         )
 
     @staticmethod
@@ -231,7 +247,7 @@ class Traced(torch.autograd.Function):
     """Attend through the operators, for graphs and function transforms. Results: out, lse, row_max, row_sum."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         """Call the operator."""
         return forward_op(*args)
 
@@ -244,7 +260,7 @@ class Traced(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         """Call the backward operator."""
         inputs, saved = ctx.saved_tensors[:11], ctx.saved_tensors[11:]
         if dout is None and dlse is None:
@@ -264,7 +280,9 @@ def _each(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, .
     """vmap by a loop: the results of every batch entry, stacked."""
     rows = []
     for i in range(size):
-        rows.append(function(*(x if d is None or isinstance(d, list) else x.select(d, i) for x, d in zip(args, in_dims, strict=True))))
+        rows.append(
+            function(*(x if d is None or isinstance(d, list) else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
+        )
     return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
 
 
@@ -286,6 +304,48 @@ def traced(q: Tensor) -> bool:
     )
 
 
+@torch.library.custom_op("andrea_triton::statistics", mutates_args=())
+def statistics_op(
+    lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, keep: Tensor | None,
+    slopes: Tensor | None, key_lengths: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    seed: Tensor | None, left: int | None, right: int | None, q_start: int | None, scale: float | None, softcap: float | None,
+    dropout_p: float, precise: bool, max_q: int, max_k: int, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Largest logit and entropy of every row: run_statistics for graphs."""
+    tensors = (bias, sinks, keep, slopes, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
+    numbers = (left, right, q_start, scale, softcap, dropout_p, precise, max_q, max_k, backend)
+    problem, backend = put_together(q, k, v, tensors, numbers)
+    return run_statistics(problem, q, k, lse, backend)
+
+
+@statistics_op.register_fake
+def _(lse: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return lse.new_empty(lse.shape, dtype=torch.float32), lse.new_empty(lse.shape, dtype=torch.float32)
+
+
+def run_statistics(problem: Problem, q: Tensor, k: Tensor, lse: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """(largest logit, entropy) fp32 of lse's shape, by a backend."""
+    if backend in ("torch", "reference"):
+        top, entropy = statistics(problem, q, k)
+    else:
+        from .launch import run
+
+        top, entropy = run.statistics(q, k, lse, problem, backend)
+    return top.float(), entropy.float()
+
+
+def survey(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, bias: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """The row statistics of a call that gave lse: largest logit and entropy, without gradient."""
+    q, k, v, lse = q.detach(), k.detach(), v.detach(), lse.detach()
+    if traced(q) and problem.extras.score is None and problem.extras.mask is None:
+        tensors, numbers = take_apart(problem, bias, backend)
+        tensors = tuple(t.detach() if isinstance(t, Tensor) else t for t in tensors)
+        return statistics_op(lse, q, k, v, *tensors, *numbers)
+    return run_statistics(problem, q, k, lse, backend)
+
+
 def attend(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -293,6 +353,8 @@ def attend(
     if backend == "reference":
         return reference(problem, q, k, v)
     if traced(q) and problem.extras.score is None and problem.extras.mask is None:
+        k = k.view_as(k) if k is q else k  # Dynamo wants every argument to be another tensor
+        v = v.view_as(v) if v is q or v is k else v
         tensors, numbers = take_apart(problem, bias, backend)
         out, lse, _, _ = Traced.apply(q, k, v, *tensors, *numbers)
         return out, lse

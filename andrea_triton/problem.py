@@ -239,9 +239,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
             _fail_shape(name, tensor, "(total, H, D)" if rank == 3 else "(B, H, T, D)", way_out)
 
 
-def _checked_sizes(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: int
-) -> tuple[int, int, int, int, int, int]:
+def _checked_sizes(q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: int) -> tuple[int, int, int, int, int, int]:
     """HQ, HKV, M, N, D, DV of three shapes whose rows lie along the dim `rows`, checked against each other."""
     HQ, M, D, HKV, N, DV = q[1], q[rows], q[-1], k[1], k[rows], v[-1]
     if rows == 2 and (k[0] != q[0] or v[0] != q[0]):

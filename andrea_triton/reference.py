@@ -107,9 +107,7 @@ def weights(problem: Problem, q: Tensor, k: Tensor) -> Tensor:
         [[1.0, 0.0], [0.5, 0.5]]
     """
     if problem.packed:
-        raise UnsupportedError(
-            "attention_weights", "varlen", "sequences have matrices of many sizes; pass them one by one"
-        )
+        raise UnsupportedError("attention_weights", "varlen", "sequences have matrices of many sizes; pass them one by one")
     probabilities, _ = _softmax(_logits(problem, q, k, _grid(problem, 0)), problem.extras.sinks)
     return probabilities.to(q.dtype)
 
@@ -173,6 +171,9 @@ def dropout_mask(
 
     Returns:
         (B, HQ, M, N) bool, True where the weight is kept.
+
+    Raises:
+        TypeError: seed is neither an int nor a tensor.
 
     Source:
         Philox2x32-10 in Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).

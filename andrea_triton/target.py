@@ -42,10 +42,14 @@ def check_backend(name: str, device: torch.device) -> None:
     if name not in BACKENDS:
         raise UnsupportedError("backend", repr(name), f"wanted one of {', '.join(BACKENDS)}, or None to choose by device")
     if name in ("triton", "interpreter") and not has_triton():
-        raise UnsupportedError(f"backend {name!r}", "this installation", "Triton is missing: pip install triton, or backend='torch'")
+        raise UnsupportedError(
+            f"backend {name!r}", "this installation", "Triton is missing: pip install triton, or backend='torch'"
+        )
     if name == "triton" and device.type not in ("cuda", "xpu"):
         raise UnsupportedError(
-            f"{device.type} tensors", "triton", "it runs on cuda, hip and xpu tensors; backend='interpreter' runs the same kernels on the CPU"
+            f"{device.type} tensors",
+            "triton",
+            "it runs on cuda, hip and xpu tensors; backend='interpreter' runs the same kernels on the CPU",
         )
     if name == "interpreter" and device.type != "cpu":
         raise UnsupportedError(f"{device.type} tensors", "interpreter", "it runs on CPU tensors; backend='triton' runs these")

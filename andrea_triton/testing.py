@@ -363,8 +363,7 @@ def _assert_within(got: Tensor, exact: Tensor, eager_error: float, dtype: torch.
         return
     worst = tuple(int(i) for i in torch.unravel_index(_distance(got, exact).argmax(), exact.shape))
     raise AssertionError(
-        f"{name}: error {found:.2e} is over {allowed:.2e} = 2 · {eager_error:.2e} (eager) + {rounding:.2e} (rounding), "
-        f"at {worst}"
+        f"{name}: error {found:.2e} is over {allowed:.2e} = 2 · {eager_error:.2e} (eager) + {rounding:.2e} (rounding), at {worst}"
     )
 
 
@@ -381,8 +380,8 @@ def _distance(x: Tensor, exact: Tensor) -> Tensor:
 
 
 def _eager_errors(inputs: Inputs, exact: Results) -> list[float]:
-    """err(eager) of every result. The eager fp64 run is the oracle itself: what is asked of fp64 is to be 2**26 times closer than fp32
-    has to be, which nothing that passes through fp32 is."""
+    """err(eager) of every result. The eager fp64 run is the oracle itself: fp64 is asked to be 2**26 times
+    closer than fp32 has to be, which nothing that passes through fp32 is."""
     if inputs.q.dtype == torch.float64:
         narrow = cast(inputs, torch.float32)
         errors = _eager_errors(narrow, run(cast(narrow, torch.float64), attend_reference))

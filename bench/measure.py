@@ -69,10 +69,7 @@ class Judge:
     def check(self, provider: Provider) -> dict[str, Check]:
         """Errors of a provider, by tensor; whatever it raises comes through."""
         got = results(provider.attend_lse, self.inputs)
-        return {
-            name: self._judge(name, *tensors)
-            for name, *tensors in zip(TENSORS, got, self.eager, self.exact, strict=True)
-        }
+        return {name: self._judge(name, *tensors) for name, *tensors in zip(TENSORS, got, self.eager, self.exact, strict=True)}
 
     @staticmethod
     def _judge(name: str, got: Tensor, eager: Tensor, exact: Tensor) -> Check:

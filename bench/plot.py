@@ -32,9 +32,7 @@ class Theme:
 
 
 LIGHT = Theme("", "#ffffff", "#1b1f24", "#d4d9df", ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#a16207", "#0e7490"))
-DARK = Theme(
-    "-dark", "#0d1117", "#e6edf3", "#30363d", ("#fb923c", "#60a5fa", "#4ade80", "#c084fc", "#facc15", "#22d3ee")
-)
+DARK = Theme("-dark", "#0d1117", "#e6edf3", "#30363d", ("#fb923c", "#60a5fa", "#4ade80", "#c084fc", "#facc15", "#22d3ee"))
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ class Measure:
     ratio_axis: str
 
 
-TIME = Measure(
-    "time", "Time of a call against sequence length", "time of a call (ms)", 1e-3, "Time", "speed-up (1× = same time)"
-)
+TIME = Measure("time", "Time of a call against sequence length", "time of a call (ms)", 1e-3, "Time", "speed-up (1× = same time)")
 MEMORY = Measure(
     "memory",
     "Peak memory against sequence length",

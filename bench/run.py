@@ -207,9 +207,7 @@ def run(size: Size, *, device: str | None = None, out: Path = RESULTS) -> int:
     begin = time.perf_counter()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     job, where = make_job(size, device), environment(device)
-    print(
-        f"andrea_triton bench: attention on Dante's Inferno, canto I, on {device}\n{machine_title(where)}\n", flush=True
-    )
+    print(f"andrea_triton bench: attention on Dante's Inferno, canto I, on {device}\n{machine_title(where)}\n", flush=True)
     interval = 0.1 if sys.stderr.isatty() else 10.0
     with tqdm(total=job.weight, bar_format=BAR, ascii=" =", mininterval=interval) as bar:
         runner = Runner(job, where, bar)

@@ -50,11 +50,7 @@ def milliseconds(record: Record) -> str:
 def spread(record: Record) -> str:
     """Half the distance of the quartiles, as a share of the median, and the number of samples."""
     low, high = record.quartiles
-    return (
-        f"n={len(record.samples)}"
-        if low == high
-        else f"±{(high - low) / 2 / record.median:.0%} n={len(record.samples)}"
-    )
+    return f"n={len(record.samples)}" if low == high else f"±{(high - low) / 2 / record.median:.0%} n={len(record.samples)}"
 
 
 def mebibytes(record: Record) -> str:

@@ -42,6 +42,8 @@ MAY_IMPORT = {
     "kernels.tile": f"{TILES} {PARTS}",
     "kernels.forward": f"{TILES} {PARTS} kernels.tile",
     "kernels.backward": f"{TILES} {PARTS} kernels.tile",
+    "kernels.term_grads": f"{TILES} {PARTS} kernels.tile kernels.backward",
+    "kernels.statistics": f"{TILES} {PARTS} kernels.tile",
     "kernels.decode": f"{TILES} {PARTS} kernels.tile",
     "launch.__init__": "",
     "launch.cards": "",
@@ -81,7 +83,7 @@ QUERIES = (
     "torch.get_float32_matmul_precision", "os.environ", "os.getenv", "triton.runtime.driver", "driver.active",
 )  # fmt: skip
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-KERNEL_FILES = {"kernels.forward", "kernels.backward", "kernels.decode"}
+KERNEL_FILES = {"kernels.forward", "kernels.backward", "kernels.term_grads", "kernels.statistics", "kernels.decode"}
 
 
 class Source(NamedTuple):

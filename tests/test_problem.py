@@ -77,9 +77,7 @@ def seen(p: Problem, left: int | None, right: int | None) -> list[list[bool]]:
     right=st.none() | st.integers(0, 9),
     q_start=st.none() | st.integers(-9, 9),
 )
-def test_band_drops_the_sides_that_hide_nothing(
-    M: int, N: int, left: int | None, right: int | None, q_start: int | None
-) -> None:
+def test_band_drops_the_sides_that_hide_nothing(M: int, N: int, left: int | None, right: int | None, q_start: int | None) -> None:
     p = dense(M, N, spec=AttentionSpec(left, right, q_start))
     assert seen(p, *p.band()) == seen(p, left, right)
     if M and N:
@@ -296,7 +294,5 @@ def test_c36_mixed_dtypes_outside_autocast_name_each() -> None:
 
 def test_packed_tensors_of_the_dense_rank() -> None:
     starts = torch.tensor([0, 2])
-    with pytest.raises(
-        ShapeError, match=r"q has shape \(2, 4, 5, 8\); wanted \(total, H, D\); pass all of q, k, v packed"
-    ):
+    with pytest.raises(ShapeError, match=r"q has shape \(2, 4, 5, 8\); wanted \(total, H, D\); pass all of q, k, v packed"):
         make_problem(Q, K, V, FULL, cu_seqlens_q=starts, cu_seqlens_k=starts, max_q=2, max_k=2)

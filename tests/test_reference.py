@@ -186,9 +186,7 @@ def test_causal_weights_are_a_distribution_with_nothing_above_the_diagonal() -> 
     torch.testing.assert_close(matrix.sum(-1), torch.ones(1, 2, 9, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    "keywords", [{"causal": True}, {"causal": True, "window": 3}, {"causal": True, "softcap": 2.0}]
-)
+@pytest.mark.parametrize("keywords", [{"causal": True}, {"causal": True, "window": 3}, {"causal": True, "softcap": 2.0}])
 def test_a_group_of_heads_equals_repeated_heads(keywords: dict[str, Any]) -> None:
     q, k, v = (x.requires_grad_() for x in small())
     k4, v4 = (x.detach().repeat_interleave(2, 1).requires_grad_() for x in (k, v))
@@ -335,9 +333,7 @@ def test_user_functions_change_scores_and_masks() -> None:
     keywords = {
         "bias": randn(3, 5),
         "softcap": 1.5,
-        "score": Score(
-            None, args=(0.5,), torch_fn=lambda s, b, h, q_pos, k_pos, slope: s - slope * (q_pos - k_pos).abs()
-        ),
+        "score": Score(None, args=(0.5,), torch_fn=lambda s, b, h, q_pos, k_pos, slope: s - slope * (q_pos - k_pos).abs()),
         "mask": Mask(None, args=(documents,), torch_fn=lambda b, h, q_pos, k_pos, ids: ids[b, q_pos] == ids[b, k_pos]),
     }
     distance = (torch.arange(2, 5)[:, None] - torch.arange(5)).abs()

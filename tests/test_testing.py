@@ -190,9 +190,7 @@ def planted(bug: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bug", ["scale", "mask", "lse", "gradient", "last row"])
 def test_a_planted_mistake_fails(bug: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(Case("x", M=33, D=16, causal=True), dtype)
-    with pytest.raises(
-        AssertionError, match=f"planted: {'lse' if bug == 'lse' else 'd' if bug == 'gradient' else 'out'}"
-    ):
+    with pytest.raises(AssertionError, match=f"planted: {'lse' if bug == 'lse' else 'd' if bug == 'gradient' else 'out'}"):
         check(inputs, lambda inputs: planted(bug, inputs), "planted")
 
 

@@ -172,9 +172,7 @@ def scatter(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, spa
         k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, do_tile.shape[1], attention.DV, CHECK)
-        ds, capped = dlogits_tile(
-            q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, CHECK
-        )
+        ds, capped = dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, CHECK)
         ds = product_grad(ds, capped, b, h, q_pos, k_pos, seq, attention.terms)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, attention.precision)
     return dq

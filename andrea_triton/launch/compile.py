@@ -60,7 +60,9 @@ def describe(x: Any, name: str = "") -> Argument | tuple[Any, ...]:
     if isinstance(x, (int, np.int64)):
         wide = isinstance(x, np.int64) or not -(2**31) <= x < 2**31
         return Argument("i64" if wide else "i32", name.startswith("stride") and x % 16 == 0)
-    raise CompileError(f"a kernel argument is a {type(x).__name__}; wanted a tensor, a number, None, a jit function or a tuple of these")
+    raise CompileError(
+        f"a kernel argument is a {type(x).__name__}; wanted a tensor, a number, None, a jit function or a tuple of these"
+    )
 
 
 def flatten(x: Any) -> list[Any]:

@@ -124,9 +124,7 @@ class MachineCode:
     loops: tuple[Loop, ...]
 
 
-def read(
-    compiled: Compiled, card: Card, *, num_warps: int, tile: tuple[int, int], matmul_dims: Sequence[int]
-) -> MachineCode:
+def read(compiled: Compiled, card: Card, *, num_warps: int, tile: tuple[int, int], matmul_dims: Sequence[int]) -> MachineCode:
     """Resources and main loops of a kernel that was compiled ahead of time.
 
     Args:
@@ -248,9 +246,7 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def _loop(
-    trip: Trip, card: Card, warps: int, tensor: opcodes.Shapes, tile: tuple[int, int], matmul_dims: Sequence[int]
-) -> Loop:
+def _loop(trip: Trip, card: Card, warps: int, tensor: opcodes.Shapes, tile: tuple[int, int], matmul_dims: Sequence[int]) -> Loop:
     names = [instruction.opcode for instruction in trip.light]
     count = Counter(map(opcodes.kind, names))
     flops = sum(_flops(instruction, warps, tensor) for instruction in trip.light) * warps
@@ -311,9 +307,7 @@ def _rate(opcode: str, card: Card) -> float:
     return (card.mma_flops if opcodes.is_wide(opcode) else narrow) / opcodes.slowness(opcode)
 
 
-def _nvidia_cycles(
-    code: Sequence[Instruction], card: Card, warps: int, tensor: opcodes.Shapes
-) -> tuple[dict[str, float], float]:
+def _nvidia_cycles(code: Sequence[Instruction], card: Card, warps: int, tensor: opcodes.Shapes) -> tuple[dict[str, float], float]:
     """(cycles of each pipe, cycles without overlap) of one CTA's trip."""
     count = Counter(opcodes.kind(instruction.opcode) for instruction in code)
     lanes = warps * card.warp_size
@@ -333,9 +327,7 @@ def _nvidia_cycles(
     return cycles, cycles["mma"] + others + cycles["tmem"]
 
 
-def _amd_cycles(
-    code: Sequence[Instruction], card: Card, warps: int, tensor: opcodes.Shapes
-) -> tuple[dict[str, float], float]:
+def _amd_cycles(code: Sequence[Instruction], card: Card, warps: int, tensor: opcodes.Shapes) -> tuple[dict[str, float], float]:
     """(cycles of each pipe, cycles without overlap) of one CTA's trip."""
     count = Counter(opcodes.kind(instruction.opcode) for instruction in code)
     lanes = warps * card.warp_size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from andrea_triton.errors import UnsupportedError
-from andrea_triton.kernels import backward, forward, term_grads
+from andrea_triton.kernels import backward, forward, statistics, term_grads
 from andrea_triton.kernels.bands import Band
 from andrea_triton.kernels.dropout import Dropout
 from andrea_triton.kernels.numerics import FP32, FP64, constant
@@ -109,11 +109,12 @@ def _user_args(args: tuple[Any, ...], problem: Problem) -> tuple[Any, ...]:
 
 def dropout(problem: Problem) -> Dropout | None:
     """The generator's settings, None where nothing is dropped. An int seed is taken modulo 2^64."""
-    p, seed = problem.spec.dropout_p, problem.extras.seed
+    p = problem.spec.dropout_p
+    seed: Any = problem.extras.seed
     if p == 0.0 or seed is None:
         return None
-    if not isinstance(seed, Tensor):
-        seed = np.array(seed % 2**64, np.uint64).astype(np.int64)[()]
+    if isinstance(seed, int):
+        seed = np.int64((seed + 2**63) % 2**64 - 2**63)
     return Dropout(seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
 
 
@@ -181,7 +182,9 @@ def tiled(launch: Launch, problem: Problem, config: Config) -> Launch:
     programs, blocks = grid(launch.name, launch.args, problem, config)
     if blocks > MAX_BLOCKS:
         raise UnsupportedError(
-            f"a sequence of {max(lengths(problem))}", launch.name, f"that is {blocks} blocks, a grid holds {MAX_BLOCKS}; split it"
+            f"a sequence of {max(lengths(problem))}",
+            launch.name,
+            f"that is {blocks} blocks, a grid holds {MAX_BLOCKS}; split it",
         )
     sides = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
     constexprs = {**launch.constexprs, **{side: n for side, n in sides.items() if side in launch.kernel.arg_names}}
@@ -194,6 +197,14 @@ def forward_plan(q: Tensor, k: Tensor, v: Tensor, saved: Saved, problem: Problem
     totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
     args = (*views, totals, problem.extras.sinks, attention(problem, precision))
     return [launch("forward", forward.forward, args, problem, target)]
+
+
+def statistics_plan(
+    q: Tensor, k: Tensor, lse: Tensor, top: Tensor, entropy: Tensor, problem: Problem, target: str, precision: str
+) -> list[Launch]:
+    """The launches that fill top and entropy [B,HQ,M]."""
+    args = (view(q, problem.packed), view(k, problem.packed), lse, top, entropy, attention(problem, precision))
+    return [launch("statistics", statistics.statistics, args, problem, target)]
 
 
 def row_blocks(problem: Problem) -> int:
@@ -212,18 +223,19 @@ def backward_plan(
     qv, kv, vv, ov, dov = [view(t, problem.packed) for t in (q, k, v, saved.out, dout)]
     totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
     folded = not common.exact.value and problem.dtype.itemsize == 2
-    numbers = backward.Rows(rows[0], None if folded else rows[1], rows[2], row_blocks(problem), 1 if problem.packed else problem.B)
+    numbers = backward.Rows(
+        rows[0], None if folded else rows[1], rows[2], row_blocks(problem), 1 if problem.packed else problem.B
+    )
+    inputs = (qv, kv, vv, dov, numbers)
     plan = [launch("delta", backward.delta, (ov, dov, totals, dlse, numbers, common), problem, target)]
     if grads.dk is not None and grads.dv is not None:
-        args = (qv, kv, vv, dov, numbers, view(grads.dk, problem.packed), view(grads.dv, problem.packed), common)
-        plan.append(launch("dkdv", backward.dkdv, args, problem, target, GROUP=problem.group))
+        outputs = (view(grads.dk, problem.packed), view(grads.dv, problem.packed))
+        plan.append(launch("dkdv", backward.dkdv, (*inputs, *outputs, common), problem, target, GROUP=problem.group))
     if grads.dq is not None:
-        args = (qv, kv, vv, dov, numbers, view(grads.dq, problem.packed), common)
-        plan.append(launch("dq", backward.dq, args, problem, target))
+        plan.append(launch("dq", backward.dq, (*inputs, view(grads.dq, problem.packed), common), problem, target))
     if grads.dbias is not None:
-        args = (qv, kv, vv, dov, numbers, matrix(grads.dbias), common)
         full = {f"REDUCE_{d}": n != m for d, n, m in zip("BHMN", grads.dbias.shape, dense_shape(problem), strict=True)}
-        plan.append(launch("dbias", term_grads.dbias, args, problem, target, **full))
+        plan.append(launch("dbias", term_grads.dbias, (*inputs, matrix(grads.dbias), common), problem, target, **full))
     if grads.dsinks is not None:
         plan.append(launch("dsinks", term_grads.dsinks, (problem.extras.sinks, numbers, grads.dsinks, common), problem, target))
     return plan

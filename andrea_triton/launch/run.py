@@ -22,6 +22,7 @@ from andrea_triton.launch.plan import (
     backward_plan,
     forward_plan,
     row_blocks,
+    statistics_plan,
     tiled,
     unit_stride,
 )
@@ -55,7 +56,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> 
     if problem.packed:
         rows = [rows[0].fill_(float("-inf")), rows[1].zero_(), rows[2].zero_()]
     saved = Saved(allocate_like(q, problem.DV, problem.packed), *rows)
-    execute(forward_plan(q, k, v, saved, problem, targets.target_of(q.device), targets.float32_precision()), problem, backend)
+    execute(
+        forward_plan(q, k, v, saved, problem, targets.target_of(q.device), targets.float32_precision()),
+        problem,
+        backend,
+    )
     return saved
 
 
@@ -81,6 +86,17 @@ def backward(
     target, precision = targets.target_of(q.device), targets.float32_precision()
     execute(backward_plan(q, k, v, dout, dlse, saved, rows, grads, problem, target, precision), problem, backend)
     return grads
+
+
+def statistics(q: Tensor, k: Tensor, lse: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    """Run the statistics kernel: largest logit and entropy of every query, of lse's shape and dtype."""
+    q, k = unit_stride(q), unit_stride(k)
+    top, entropy = (allocate(tuple(lse.shape), lse.dtype, lse.device) for _ in range(2))
+    if problem.packed:
+        top, entropy = top.fill_(float("-inf")), entropy.zero_()
+    target, precision = targets.target_of(q.device), targets.float32_precision()
+    execute(statistics_plan(q, k, lse, top, entropy, problem, target, precision), problem, backend)
+    return top, entropy
 
 
 def execute(plan: list[Launch], problem: Problem, backend: str) -> None:
@@ -122,7 +138,9 @@ def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any]:
             _warn_smaller(launch.name, wanted, str(error))
             continue
         return config, kernel
-    raise CompileError(f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV}; use backend='torch'")
+    raise CompileError(
+        f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV}; use backend='torch'"
+    )
 
 
 @functools.cache

@@ -49,9 +49,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plot_draws_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = environment("cpu")
-    records = [
-        Record("time", Case(length=t), "naive", "naive", "both", (t * 1e-6,), environment=where) for t in (64, 128)
-    ]
+    records = [Record("time", Case(length=t), "naive", "naive", "both", (t * 1e-6,), environment=where) for t in (64, 128)]
     write(tmp_path / "r.jsonl", records)
     assert main(["plot", str(tmp_path / "r.jsonl")]) == 0
     assert (tmp_path / "r" / "time.png").exists()

@@ -46,9 +46,7 @@ def test_a_run_checks_times_and_reports(
     assert read(tmp_path / "r.jsonl") == runner.records
     assert job_module.finish(runner, tmp_path / "r.jsonl", 1.0) == 0
     said = capsys.readouterr().out
-    assert (
-        str(tmp_path / "r") in said and "time.png" in said and "passed the accuracy check: fused (CPU backend)" in said
-    )
+    assert str(tmp_path / "r") in said and "time.png" in said and "passed the accuracy check: fused (CPU backend)" in said
 
 
 def test_who_fails_the_check_gets_no_time_and_the_reason_is_told(
