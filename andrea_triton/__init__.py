@@ -8,10 +8,10 @@ from .functional import (
     causal_attention,
     explain,
     merge_attention,
-    scaled_dot_product_attention,
     varlen_attention,
 )
 from .reference import dropout_mask
+from .sdpa import scaled_dot_product_attention
 from .spec import Mask, Score
 
 __version__ = "0.1.0"

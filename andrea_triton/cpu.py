@@ -1,6 +1,7 @@
 """The torch backend: PyTorch's own fused attention where it says what is asked, else the dense reference.
 
-Fused attention is taken on the CPU for dense problems that a position band and masks describe. It reports lse = 0 on rows that see
+Fused attention is taken on the CPU for dense problems that a position band and masks describe. It reports lse = 0 on rows
+that see
 nothing and spreads a NaN of a masked key, and its gradients are wrong on rows of scores near the end of the float range: those go
 the dense way, found by looking at the inputs, which costs no synchronisation on a CPU.
 """
@@ -41,7 +42,8 @@ def fused(problem: Problem, q: Tensor, k: Tensor) -> bool:
 
 
 def mask_of(problem: Problem) -> tuple[Tensor | None, bool]:
-    """(float mask or None, is_causal) for PyTorch's attention: 0 or -inf, plus the bias, in the shape that broadcasting leaves."""
+    """(float mask or None, is_causal) for PyTorch's attention: 0 or -inf, plus the bias, in the shape that broadcasting
+    leaves."""
     extras, (left, right) = problem.extras, problem.band()
     if left is None and right is None and extras.keep is None and extras.bias is None:
         return None, False

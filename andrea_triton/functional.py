@@ -37,7 +37,8 @@ def attention(
         causal: a query sees no key after its own position.
         scale: factor of q·k, any finite number; None means 1/sqrt(D).
         window: W keys, the query's own position included, or inclusive distances (left, right), None for an open side.
-        q_start: position of query 0, key 0 being at 0; None means N - M (the last query sees the last key), 0 is torch's top-left.
+        q_start: position of query 0, key 0 being at 0; None means N - M (the last query sees the last key), 0 is torch's
+            top-left.
         softcap: c > 0 replaces a scaled score s by c·tanh(s / c).
         bias: float, broadcastable to (B, HQ, M, N), added after scale and softcap; differentiable.
         alibi: slopes (HQ,) or (B, HQ); -slope·|q_pos - k_pos| is added.
@@ -46,10 +47,13 @@ def attention(
         score: your own change to the scores, see `Score`.
         mask: bool, broadcastable to (B, HQ, M, N), True where the query may see the key; or your own function, see `Mask`.
         dropout_p: probability that a weight is dropped, in [0, 1).
-        seed: of the dropout: int, or an int64 tensor of one element on the tensors' device; None draws one from torch's generator.
+        seed: of the dropout: int, or an int64 tensor of one element on the tensors' device; None draws one from torch's
+            generator.
         precise: in fp16 and bf16, sum the weights as rounded for the product with v, so that v = 1 gives exactly 1.
-        return_lse: return (out, lse); lse (B, HQ, M) is the natural logarithm of the row sum, fp32 (fp64 for fp64), differentiable.
-        return_stats: also return, last, the largest logit of every row and the entropy of its weights in nats, fp32 (B, HQ, M), without
+        return_lse: return (out, lse); lse (B, HQ, M) is the natural logarithm of the row sum, fp32 (fp64 for fp64),
+            differentiable.
+        return_stats: also return, last, the largest logit of every row and the entropy of its weights in nats, fp32 (B, HQ,
+            M), without
             gradient: what shows logits that grow and attention that collapses. It makes the scores once more, in O(M) memory.
         validate: check the contents of index tensors on a GPU too, which waits for it.
         backend: triton, interpreter, torch, reference, or None to choose by the tensors' device.
@@ -96,7 +100,8 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: Window = None, q_start: int | None = None,
     softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None, sinks: Tensor | None = None,
     key_lengths: Tensor | None = None, score: Score | None = None, mask: Mask | Tensor | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats: bool = False, validate: bool = False,
+    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats: bool = False, validate:
+        bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`attention` with causal=True: what a GPT block needs.
@@ -124,7 +129,8 @@ def causal_attention(
     """
     return attention(
         q, k, v, causal=True, scale=scale, window=window, q_start=q_start, softcap=softcap, bias=bias, alibi=alibi, sinks=sinks,
-        key_lengths=key_lengths, score=score, mask=mask, dropout_p=dropout_p, seed=seed, precise=precise, return_lse=return_lse, return_stats=return_stats,
+        key_lengths=key_lengths, score=score, mask=mask, dropout_p=dropout_p, seed=seed, precise=precise,
+        return_lse=return_lse, return_stats=return_stats,
         validate=validate, backend=backend,
     )  # fmt: skip
 
@@ -133,7 +139,8 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, *, causal: bool = False,
     scale: float | None = None, window: Window = None, q_start: int | None = None, softcap: float | None = None,
     alibi: Tensor | None = None, sinks: Tensor | None = None, score: Score | None = None, mask: Mask | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats: bool = False,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats:
+        bool = False,
     validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of sequences packed one after the other: sequence s owns the rows cu_seqlens[s] up to cu_seqlens[s + 1].
@@ -146,7 +153,8 @@ def varlen_attention(
         cu_seqlens_k: (sequences + 1,) int32, the same for the keys.
         max_q: rows of the longest sequence, or more.
         max_k: the same for the keys.
-        causal, scale, window, q_start, softcap, sinks, score, mask, dropout_p, seed, precise, return_lse, return_stats, validate, backend: as in
+        causal, scale, window, q_start, softcap, sinks, score, mask, dropout_p, seed, precise, return_lse, return_stats,
+            validate, backend: as in
             `attention`; positions count from each sequence's start, and batch is the number of the sequence.
         alibi: slopes (HQ,) or (sequences, HQ).
 
@@ -185,51 +193,9 @@ def varlen_attention(
     return _results(problem, q, k, v, out, lse, None, (return_lse, return_stats), chosen)
 
 
-def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """torch.nn.functional.scaled_dot_product_attention, signature and semantics, by this library.
-
-    Args:
-        query: (..., HQ, L, E); leading dims broadcast, and may be missing.
-        key: (..., HKV, S, E), dtype and device of query.
-        value: (..., HKV, S, EV).
-        attn_mask: broadcastable to (..., HQ, L, S): bool, True where the query may see the key, or float, added to the scores.
-        dropout_p: probability that a weight is dropped; the seed comes from torch's generator.
-        is_causal: query i sees keys 0 .. i (top-left alignment); not together with attn_mask.
-        scale: factor of q·k; None means 1/sqrt(E).
-        enable_gqa: let HQ be a multiple of HKV.
-
-    Returns:
-        (..., HQ, L, EV).
-
-    Raises:
-        ShapeError: also when attn_mask and is_causal come together, or the head counts differ without enable_gqa.
-        DTypeError: a dtype or device is wrong.
-
-    Source:
-        The documentation of torch.nn.functional.scaled_dot_product_attention.
-
-    Example:
-        >>> x = torch.randn(2, 3, 5, 8)
-        >>> torch.allclose(scaled_dot_product_attention(x, x, x), torch.nn.functional.scaled_dot_product_attention(x, x, x), atol=1e-5)
-        True
-    """
-    if attn_mask is not None and is_causal:
-        raise ShapeError("attn_mask and is_causal=True came together; wanted one of them; put the causal part into attn_mask")
-    q, k, v, lead = _four_dims(query, key, value, enable_gqa)
-    bias = keep = None
-    if attn_mask is not None:
-        attn_mask = _four_dim_mask(attn_mask, lead, (query.shape[-2], key.shape[-2]))
-        keep, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
-    out = attention(q, k, v, causal=is_causal, q_start=0, scale=scale, bias=bias, mask=keep, dropout_p=dropout_p)
-    assert isinstance(out, Tensor)
-    return out.reshape(*lead, *out.shape[-2:])
-
-
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over the union of two disjoint key sets, from the attention over each. Associative, commutative, differentiable.
+    """The attention over the union of two disjoint key sets, from the attention over each. Associative, commutative,
+    differentiable.
 
     Args:
         out_a: (..., M, DV) output over the first keys.
@@ -376,27 +342,3 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if dtype is None or not q.is_floating_point() or q.dtype == torch.float64:
         return q, k, v
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _four_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """(B, H, T, D) views of tensors with any leading dims, and the leading dims of the result."""
-    tensors = (query, key, value)
-    for name, t in zip(("query", "key", "value"), tensors, strict=True):
-        if t.dim() < 2:
-            raise ShapeError(f"{name} has {t.dim()} dims; wanted (..., H, L, E); unsqueeze it")
-    heads = [t.shape[-3] if t.dim() > 2 else 1 for t in tensors]
-    if heads[0] != heads[1] and heads[1] != 1 and not enable_gqa:
-        raise ShapeError(f"key has {heads[1]} heads; query has {heads[0]}; wanted as many, or pass enable_gqa=True")
-    outer = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
-    if not enable_gqa:
-        heads = [max(heads)] * 3
-    q, k, v = (t.expand(*outer, h, *t.shape[-2:]).reshape(-1, h, *t.shape[-2:]) for t, h in zip(tensors, heads, strict=True))
-    lead = (*outer, heads[0]) if max(t.dim() for t in tensors) > 2 else ()
-    return q, k, v, lead
-
-
-def _four_dim_mask(mask: Tensor, lead: tuple[int, ...], sizes: tuple[int, int]) -> Tensor:
-    """The mask against (B, H, L, S): a view where the leading dims are at most two."""
-    if len(lead) <= 2 or mask.dim() <= 3:
-        return mask
-    return mask.expand(*lead, *sizes).reshape(-1, lead[-1], *sizes)

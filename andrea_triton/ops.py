@@ -1,7 +1,9 @@
 """From a checked problem to tensors with gradients: the autograd Function, and the opaque operators for graphs.
 
-An eager call goes straight to the kernels through `Attend`. While torch.compile or torch.export traces, or a transform or dispatch
-mode is active, the same work goes through the operators `andrea_triton::forward` and `andrea_triton::backward`, which a graph keeps
+An eager call goes straight to the kernels through `Attend`. While torch.compile or torch.export traces, or a transform or
+dispatch
+mode is active, the same work goes through the operators `andrea_triton::forward` and `andrea_triton::backward`, which a
+graph keeps
 whole: Triton's own capture of kernels loses tensors inside NamedTuples.
 """
 

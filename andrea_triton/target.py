@@ -16,7 +16,7 @@ BACKENDS = ("triton", "interpreter", "torch", "reference")
 
 def has_triton() -> bool:
     """True where Triton is installed (it is not imported for the question)."""
-    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+    return sys.modules.get("triton") is not None or importlib.util.find_spec("triton") is not None
 
 
 def default_backend(device: torch.device) -> str:

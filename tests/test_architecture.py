@@ -26,7 +26,7 @@ PLAN = f"{HOST} kernels launch.cards launch.configs"
 # Room -> what it may import beside the standard library. A name stands for itself and for what is inside it; a file
 # without an entry of its own belongs to its folder's.
 MAY_IMPORT = {
-    "__init__": f"{PURE} reference functional",
+    "__init__": f"{PURE} reference functional sdpa",
     "errors": "",
     "spec": "errors",
     "problem": f"{PURE} torch",
@@ -60,10 +60,11 @@ MAY_IMPORT = {
     "cpu": f"{PURE} problem reference torch",
     "ops": f"{HOST} reference cpu",
     "functional": f"{HOST} reference ops",
+    "sdpa": "errors functional torch",
     "cache": "errors torch",
     "nn": f"{PURE} torch functional cache nn",
     "distributed": f"{PURE} torch functional distributed",
-    "integrations": f"{PURE} torch functional integrations",
+    "integrations": f"{PURE} torch functional sdpa integrations",
     "testing": f"{PURE} problem reference functional torch",
 }
 # The same for imports that run when a function is called, or only for the type checker.

@@ -17,6 +17,7 @@ FUNCTIONS = {
     "explain",
     "merge_attention",
     "scaled_dot_product_attention",
+    "varlen_attention",
 }
 SETTINGS = {"Explanation", "Mask", "Score"}
 ERRORS = {"AndreaError", "CompileError", "DTypeError", "ShapeError", "UnsupportedError"}

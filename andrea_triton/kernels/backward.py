@@ -39,7 +39,8 @@ def load_rows(ptr, base, row, ROWS: tl.constexpr):
 def delta(o, do, totals, dlse, rows, attention, BLOCK_M: tl.constexpr):
     """Pivot, norm and delta of one block of queries.
 
-    The sums are the diagonal of dO O^T, by the matrix product that makes dP: for a query that sees one key O = v and dP - delta is 0.
+    The sums are the diagonal of dO O^T, by the matrix product that makes dP: for a query that sees one key O = v and dP -
+    delta is 0.
 
     Maths:  delta = rowsum(dO O) - dlse; p = exp2(s - pivot) norm. A row with row_sum = 0 gets p = 0.
     Shapes: o do [B,HQ,M,DV]  totals dlse [B,HQ,M], dlse may be None  rows [B,HQ,blocks PAD]
@@ -88,7 +89,8 @@ class Queries(NamedTuple):
 @triton.jit
 def gather(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
            BLOCK_M: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
-    """(dk, dv) after the full query blocks of the span, or (CHECK) its edges. Tiles are transposed: P^T, dS^T stay in registers."""
+    """(dk, dv) after the full query blocks of the span, or (CHECK) its edges. Tiles are transposed: P^T, dS^T stay in
+    registers."""
     rows, base = queries.rows, queries.base
     TAIL: tl.constexpr = CHECK or attention.band.left is None
     BLOCK_N: tl.constexpr = k_tile.shape[0]

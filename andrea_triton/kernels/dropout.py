@@ -8,7 +8,8 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """keep a weight when its random 32-bit word is at least `threshold` = p 2^32; survivors are multiplied by `inverse` = 1 / (1 - p)."""
+    """keep a weight when its random 32-bit word is at least `threshold` = p 2^32; survivors are multiplied by `inverse` = 1
+    / (1 - p)."""
 
     seed: Any  # int64, a number or a pointer to one
     threshold: Any  # int64

@@ -58,7 +58,8 @@ class Sizes(NamedTuple):
 
 
 class Seq(NamedTuple):
-    """One sequence: its lengths, the position of its first query, and where its rows lie in the tensors (first_pad: in the tensors
+    """One sequence: its lengths, the position of its first query, and where its rows lie in the tensors (first_pad: in the
+    tensors
     whose rows are padded)."""
 
     M: Any

@@ -68,7 +68,8 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, backend: str,
     needs: tuple[bool, bool], bias_shape: tuple[int, ...] | None = None, sinks: bool = False,
 ) -> Grads:  # fmt: skip
-    """Run the backward kernels. needs: whether dq, and whether dk and dv are wanted; bias_shape: the bias's own four dims, when its
+    """Run the backward kernels. needs: whether dq, and whether dk and dv are wanted; bias_shape: the bias's own four dims,
+    when its
     gradient is wanted; sinks: whether theirs is."""
     q, k, v, dout = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(dout)
     dlse = None if dlse is None else dlse.contiguous()
