@@ -18,6 +18,8 @@ from torch import Tensor
 
 from .errors import DTypeError, ShapeError
 
+Device = torch.device | str
+
 
 class Cache(ABC):
     """What both caches share: the lengths, and the checks before anything is written.
@@ -326,9 +328,6 @@ class PagedKVCache(Cache):
             page = torch.where(real, page, self.pages)
         self.k_pages[page, :, slots % self.page_size] = k
         self.v_pages[page, :, slots % self.page_size] = v
-
-
-Device = torch.device | str
 
 
 def _pages_for(rows: int, page_size: int) -> int:

@@ -2,7 +2,8 @@
 compilation goes on working in the same process.
 
 For the length of a launch, under a lock, device functions run as Python and the language is patched as the interpreter wants it;
-all is put back after. Matrix products are widened: the stock interpreter multiplies the bit patterns of bf16.
+all is put back after. Matrix products are widened: the stock interpreter multiplies the bit patterns of bf16. Numbers are rounded to
+bf16 as hardware rounds them: the stock interpreter cuts them off, which makes every weight too small.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from andrea_triton.launch.plan import Launch
 
 _lock = threading.RLock()
 _python: dict[Any, Callable[..., Any]] = {}
+_stock_cast = interpreter.InterpreterBuilder.cast_impl
 
 
 def _as_python(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,12 +38,31 @@ def _call_device_function(self: JITFunction, *args: Any, **keywords: Any) -> Any
     return _as_python(self.fn)(*args, **keywords)
 
 
+def _from_bf16(bits: Any) -> Any:
+    """fp32 values of bf16 bit patterns, the form in which bf16 lies in the interpreter."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bf16(values: Any) -> Any:
+    """bf16 bit patterns of fp32 values, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def _cast(self: Any, handle: Any, wanted: Any) -> Any:
+    """The handle's values in another type."""
+    kinds = handle.dtype.scalar, wanted.scalar
+    if kinds == (tl.float32, tl.bfloat16):
+        return interpreter.TensorHandle(_to_bf16(handle.data), tl.bfloat16)
+    if kinds == (tl.bfloat16, tl.float32):
+        return interpreter.TensorHandle(_from_bf16(handle.data), tl.float32)
+    return _stock_cast(self, handle, wanted)
+
+
 def _wide(handle: Any) -> Any:
-    """The values of an operand in fp64; bf16 lies in the interpreter as its bit pattern."""
-    data = handle.data
-    if handle.dtype.scalar == tl.bfloat16:
-        data = (data.astype(np.uint32) << 16).view(np.float32)
-    return data.astype(np.float64)
+    """The values of an operand in fp64."""
+    return (_from_bf16(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data).astype(np.float64)
 
 
 def _wide_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
@@ -52,16 +73,17 @@ def _wide_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any)
 
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
+    builder = interpreter.InterpreterBuilder
     with _lock, np.errstate(all="ignore"):
-        call, dot = JITFunction.__call__, interpreter.InterpreterBuilder.create_dot
-        JITFunction.__call__, interpreter.InterpreterBuilder.create_dot = _call_device_function, _wide_dot
+        call, dot = JITFunction.__call__, builder.create_dot
+        JITFunction.__call__, builder.create_dot, builder.cast_impl = _call_device_function, _wide_dot, _cast
         scope = interpreter._patch_lang(getattr(tl.standard.sum, "fn", tl.standard.sum))
         try:
             yield
         finally:
             if scope is not None:
                 scope.restore()
-            JITFunction.__call__, interpreter.InterpreterBuilder.create_dot = call, dot
+            JITFunction.__call__, builder.create_dot, builder.cast_impl = call, dot, _stock_cast
 
 
 def _scalar(value: Any, numpy_type: Any, type_name: str) -> tl.tensor:

@@ -114,13 +114,13 @@ def execute(plan: list[Launch], problem: Problem, backend: str) -> None:
 
 def _start(launch: Launch, problem: Problem) -> None:
     """Start a launch on the current device, with the first of its tilings that fits there."""
-    key = (launch.kernel, launch.constexprs.get("GROUP"), launch.configs, compiler.describe(launch.args))
+    key = (launch.kernel, *launch.constexprs.values(), launch.configs, problem.device, compiler.describe(launch.args))
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _first_that_fits(launch, problem)
     config, start = kernel
     chosen = launch if config == launch.config else tiled(launch, problem, config)
-    start[chosen.grid](*arguments(chosen))
+    start[(*chosen.grid, 1)](*arguments(chosen))
 
 
 def arguments(launch: Launch) -> list[Any]:

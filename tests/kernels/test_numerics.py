@@ -16,7 +16,7 @@ Interpreted = Callable[..., None]
 
 @triton.jit
 def store_lowest(out, ACC: tl.constexpr):
-    tl.store(out, tl.full([1], lowest(ACC), ACC) + tl.zeros([1], ACC))
+    tl.store(out + tl.arange(0, 2), tl.full([2], lowest(ACC), ACC))
 
 
 @triton.jit
@@ -42,9 +42,9 @@ def test_constants() -> None:
 def test_the_lowest_pivot_is_the_lowest_finite_number(
     acc: tl.dtype, dtype: torch.dtype, interpreted: Interpreted
 ) -> None:
-    out = torch.zeros(1, dtype=dtype)
-    interpreted(store_lowest, out[0:], ACC=acc)
-    assert out.item() == torch.finfo(dtype).min
+    out = torch.zeros(2, dtype=dtype)
+    interpreted(store_lowest, out, ACC=acc)
+    assert out.tolist() == [torch.finfo(dtype).min] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -57,22 +57,25 @@ def test_product_sums_in_the_accumulator(dtype: torch.dtype, interpreted: Interp
     assert_accurate(out, eager, exact, wide, "product")
 
 
+def allowed(exact: torch.Tensor, eager: torch.Tensor, dtype: torch.dtype) -> float:
+    """Twice the error of fp32 torch, in the dtype's units, and one unit."""
+    eps = torch.finfo(dtype).eps
+    return 2 * float((eager.double() - exact).abs().max()) * eps / torch.finfo(torch.float32).eps + eps
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("fast", [True, False])
-def test_tanh_is_within_one_unit_of_the_type(fast: bool, dtype: torch.dtype, interpreted: Interpreted) -> None:
+def test_tanh_is_absolutely_accurate(fast: bool, dtype: torch.dtype, interpreted: Interpreted) -> None:
     x = torch.cat([torch.linspace(-12, 12, 2041), torch.tensor([0.0, 1e-30, 1e4, -1e4, 3e38, -3e38, 0.4999])])
-    x = x.to(dtype)
-    out = torch.empty_like(x)
-    interpreted(store_tanh, x, out, FAST=fast, SIZE=2048)
-    assert (out.double() - x.double().tanh()).abs().max() <= torch.finfo(dtype).eps
-    assert torch.equal(out[x.abs() > 100], x[x.abs() > 100].sign())
+    exact, eager, out = x.double().tanh(), x.tanh(), torch.empty_like(x, dtype=dtype)
+    interpreted(store_tanh, x.to(dtype), out, FAST=fast, SIZE=2048)
+    assert (out - exact).abs().max() <= allowed(exact, eager, dtype)
+    assert torch.equal(out[x.abs() > 100].float(), x[x.abs() > 100].sign())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tanh_near_zero_is_relatively_accurate(dtype: torch.dtype, interpreted: Interpreted) -> None:
-    x = torch.logspace(-12, -0.31, 256, dtype=torch.float64).to(dtype)
-    out = torch.empty_like(x)
-    interpreted(store_tanh, x, out, FAST=False, SIZE=256)
-    exact = (x.double().tanh() / x.double()).clamp(max=1.0)
-    error = (out.double() / x.double() - exact).abs().max()
-    assert error <= 4 * torch.finfo(dtype).eps
+    x = torch.logspace(-12, -0.31, 256)
+    exact, eager, out = x.double().tanh() / x, x.tanh() / x, torch.empty_like(x, dtype=dtype)
+    interpreted(store_tanh, x.to(dtype), out, FAST=False, SIZE=256)
+    assert (out.double() / x - exact).abs().max() <= allowed(exact, eager, dtype)
