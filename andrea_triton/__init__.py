@@ -1,5 +1,7 @@
 """andrea_triton: exact softmax attention in Triton, forward and backward, without the T×T matrix."""
 
+from .cache import KVCache, PagedKVCache
+from .decode import decode_attention
 from .errors import AndreaError, CompileError, DTypeError, ShapeError, UnsupportedError
 from .functional import (
     Explanation,
@@ -21,13 +23,16 @@ __all__ = [
     "CompileError",
     "DTypeError",
     "Explanation",
+    "KVCache",
     "Mask",
+    "PagedKVCache",
     "Score",
     "ShapeError",
     "UnsupportedError",
     "attention",
     "attention_weights",
     "causal_attention",
+    "decode_attention",
     "dropout_mask",
     "explain",
     "merge_attention",

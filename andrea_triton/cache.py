@@ -278,8 +278,7 @@ class PagedKVCache(Cache):
         """
         super().reserve(lengths)
         wanted = [
-            max(0, _pages_for(length, self.page_size) - len(owned))
-            for length, owned in zip(lengths, self._owned, strict=True)
+            max(0, _pages_for(length, self.page_size) - len(owned)) for length, owned in zip(lengths, self._owned, strict=True)
         ]
         if sum(wanted) > len(self._free):
             raise ShapeError(

@@ -325,6 +325,16 @@ def _(lse: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return lse.new_empty(lse.shape, dtype=torch.float32), lse.new_empty(lse.shape, dtype=torch.float32)
 
 
+def run_decode(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, int] | None, splits: int, backend: str
+) -> tuple[Tensor, Tensor]:
+    """out, lse over a cache, by the decode kernels. pages: the page table and the rows of a page."""
+    from .launch import run
+    from .launch.plan import Pages
+
+    return run.decode(q, k, v, None if pages is None else Pages(*pages), splits, problem, backend)
+
+
 def run_statistics(problem: Problem, q: Tensor, k: Tensor, lse: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """(largest logit, entropy) fp32 of lse's shape, by a backend."""
     if backend in ("torch", "reference"):

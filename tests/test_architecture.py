@@ -26,7 +26,7 @@ PLAN = f"{HOST} kernels launch.cards launch.configs"
 # Room -> what it may import beside the standard library. A name stands for itself and for what is inside it; a file
 # without an entry of its own belongs to its folder's.
 MAY_IMPORT = {
-    "__init__": f"{PURE} reference functional sdpa",
+    "__init__": f"{PURE} reference functional sdpa cache decode",
     "errors": "",
     "spec": "errors",
     "problem": f"{PURE} torch",
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "kernels.backward": f"{TILES} {PARTS} kernels.tile",
     "kernels.term_grads": f"{TILES} {PARTS} kernels.tile kernels.backward",
     "kernels.statistics": f"{TILES} {PARTS} kernels.tile",
-    "kernels.decode": f"{TILES} {PARTS} kernels.tile",
+    "kernels.decode": f"{TILES} {PARTS} kernels.tile kernels.forward",
     "launch.__init__": "",
     "launch.cards": "",
     "launch.configs": "launch.cards",
@@ -62,9 +62,10 @@ MAY_IMPORT = {
     "functional": f"{HOST} reference ops",
     "sdpa": "errors functional torch",
     "cache": "errors torch",
-    "nn": f"{PURE} torch functional cache nn",
+    "decode": f"{HOST} functional ops cache",
+    "nn": f"{PURE} torch functional cache decode nn",
     "distributed": f"{PURE} torch functional distributed",
-    "integrations": f"{PURE} torch functional sdpa integrations",
+    "integrations": f"{PURE} torch functional sdpa cache decode integrations",
     "testing": f"{PURE} problem reference functional torch",
 }
 # The same for imports that run when a function is called, or only for the type checker.

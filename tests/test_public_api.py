@@ -13,13 +13,14 @@ FUNCTIONS = {
     "attention",
     "attention_weights",
     "causal_attention",
+    "decode_attention",
     "dropout_mask",
     "explain",
     "merge_attention",
     "scaled_dot_product_attention",
     "varlen_attention",
 }
-SETTINGS = {"Explanation", "Mask", "Score"}
+SETTINGS = {"Explanation", "KVCache", "Mask", "PagedKVCache", "Score"}
 ERRORS = {"AndreaError", "CompileError", "DTypeError", "ShapeError", "UnsupportedError"}
 SECTIONS = ["Args:", "Returns:", "Raises:", "Source:", "Example:"]
 

@@ -32,19 +32,22 @@ class Matrix(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Rows `first`, `first` + 1 ... of one (batch, head) of a View. Construct it in place: Triton 3.6 cannot return a tuple that
-    holds None."""
+    """Rows `first`, `first` + 1 ... of one (batch, head) of a View; or, with `pages`, rows that lie in pages: row r in row
+    r % page_size of batch entry pages[r // page_size] of the View. A tile must not cross pages. Construct it in place: Triton 3.6
+    cannot return a tuple that holds None."""
 
     view: Any
     batch: Any
     head: Any
     first: Any
+    pages: Any = None
+    page_size: Any = None
 
 
 class Sizes(NamedTuple):
     """Lengths of a launch. Dense: M queries at positions q_start + i, N keys at positions j. Packed: sequence s owns the rows
     cu_q[s] : cu_q[s + 1] of M packed queries and the rows cu_k[s] : cu_k[s + 1] of the keys. heads: query heads; group: how many
-    of them share a key head; batch: batch entries. q_start None: the last query of a sequence sees its last key."""
+    of them share a key head; batch: batch entries. q_start None: the last query of a sequence sees its last key, key_lengths counted."""
 
     M: Any
     N: Any
@@ -85,6 +88,8 @@ def sequence(sizes, index):
             q_start = N - M
     if sizes.key_lengths is not None:
         N = tl.minimum(N, tl.load(sizes.key_lengths + index))
+        if sizes.q_start is None:
+            q_start = N - M
     return Seq(M, N, q_start, batch, first_q, first_k, first_pad)
 
 
@@ -99,8 +104,10 @@ def program(heads):
 @triton.jit
 def tile_pointers(x, row, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Pointers [ROWS, COLS] from row `row` of a Head on."""
-    v, t, d = x.view, tl.arange(0, ROWS), tl.arange(0, COLS)
-    base = v.ptr + tl.cast(x.batch, tl.int64) * v.stride_b + tl.cast(x.head, tl.int64) * v.stride_h
+    v, t, d, batch = x.view, tl.arange(0, ROWS), tl.arange(0, COLS), x.batch
+    if x.pages is not None:
+        batch, row = tl.load(x.pages + row // x.page_size), row % x.page_size
+    base = v.ptr + tl.cast(batch, tl.int64) * v.stride_b + tl.cast(x.head, tl.int64) * v.stride_h
     return base + tl.cast(x.first + row, tl.int64) * v.stride_t + (t[:, None] * v.stride_t + d[None, :])
 
 

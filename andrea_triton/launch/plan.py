@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from andrea_triton.errors import UnsupportedError
-from andrea_triton.kernels import backward, forward, statistics, term_grads
+from andrea_triton.kernels import backward, decode, forward, statistics, term_grads
 from andrea_triton.kernels.bands import Band
 from andrea_triton.kernels.dropout import Dropout
 from andrea_triton.kernels.numerics import FP32, FP64, constant
@@ -197,6 +197,33 @@ def forward_plan(q: Tensor, k: Tensor, v: Tensor, saved: Saved, problem: Problem
     totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
     args = (*views, totals, problem.extras.sinks, attention(problem, precision))
     return [launch("forward", forward.forward, args, problem, target)]
+
+
+class Pages(NamedTuple):
+    """Where the rows of a paged cache lie: row r of sequence b in row r % size of page table[b, r // size]."""
+
+    table: Tensor  # (B, pages of a sequence) int32
+    size: int
+
+
+def decode_plan(
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, problem: Problem,
+    target: str, precision: str,
+) -> list[Launch]:  # fmt: skip
+    """The launches that fill out and lse over a cache; parts [splits, ...] hold the attention over each part of the keys."""
+    common = attention(problem, precision)
+    common = common._replace(sizes=common.sizes._replace(q_start=None))
+    table, size = (None, None) if pages is None else pages
+    splits, rows = parts[0].shape[0], max(16, 1 << (problem.group * problem.M - 1).bit_length())
+    block_n = 64 if size is None else min(64, size & -size)
+    config = Config(rows, block_n, 4, 2 if target != "interpreter" else 1)
+    args = (view(q, False), view(k, False), view(v, False), table, size, *parts, common)
+    sides = {"SPLITS": splits, "BLOCK_M": rows, "BLOCK_N": block_n}
+    decode_launch = Launch("decode", decode.decode, args, sides, (problem.B * problem.HKV, splits), config, (config,))
+    config = Config(16, 1)
+    args = (*parts, problem.extras.sinks, view(out, False), lse, common)
+    grid = (problem.B * problem.HQ, -(-problem.M // 16))
+    return [decode_launch, Launch("combine", decode.combine, args, {"SPLITS": splits, "BLOCK_M": 16}, grid, config, (config,))]
 
 
 def statistics_plan(

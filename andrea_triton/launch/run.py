@@ -18,8 +18,10 @@ from andrea_triton.launch.interpreter import interpret
 from andrea_triton.launch.plan import (
     Grads,
     Launch,
+    Pages,
     Saved,
     backward_plan,
+    decode_plan,
     forward_plan,
     row_blocks,
     statistics_plan,
@@ -98,6 +100,19 @@ def statistics(q: Tensor, k: Tensor, lse: Tensor, problem: Problem, backend: str
     target, precision = targets.target_of(q.device), targets.float32_precision()
     execute(statistics_plan(q, k, lse, top, entropy, problem, target, precision), problem, backend)
     return top, entropy
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, splits: int, problem: Problem, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of few queries over a cache, its keys in `splits` parts."""
+    q, acc = unit_stride(q), accumulator(q.dtype)
+    shape = (problem.B, problem.HQ, problem.M)
+    parts = allocate((splits, *shape, problem.DV), acc, q.device), allocate((splits, *shape), acc, q.device)
+    out, lse = allocate_like(q, problem.DV, False), allocate(shape, acc, q.device)
+    target, precision = targets.target_of(q.device), targets.float32_precision()
+    execute(decode_plan(q, k, v, pages, parts, out, lse, problem, target, precision), problem, backend)
+    return out, lse
 
 
 def execute(plan: list[Launch], problem: Problem, backend: str) -> None:

@@ -1,0 +1,6 @@
+"""Other libraries' ways in, through their public hooks and names: nothing is patched, and nothing happens on import.
+
+transformers: a model by its name, attn_implementation="andrea_triton".
+sdpa:         someone else's model, whose calls of torch's scaled_dot_product_attention are to come here.
+flash_attn:   code written for flash-attn, by changing one import.
+"""

@@ -1,0 +1,98 @@
+"""Decode kernels: few queries against a long cache of keys. The keys are split over programs, and the parts combined."""
+
+import triton
+import triton.language as tl
+
+from andrea_triton.kernels.bands import Span
+from andrea_triton.kernels.forward import attend
+from andrea_triton.kernels.numerics import LOG2E
+from andrea_triton.kernels.softmax import finish, start
+from andrea_triton.kernels.views import Head, sequence
+
+
+@triton.jit
+def key_range(band, seq, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First key and end of one of SPLITS parts of the keys that the queries may see, in whole blocks."""
+    first, end = 0 * seq.N, seq.N
+    if band.left is not None:
+        first = tl.maximum(seq.q_start - band.left, 0) // BLOCK_N * BLOCK_N
+    if band.right is not None:
+        end = tl.minimum(end, seq.q_start + seq.M + band.right)
+    part = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), BLOCK_N), SPLITS) * BLOCK_N
+    return first + split * part, tl.minimum(end, first + (split + 1) * part)
+
+
+@triton.jit
+def decode(q, k, v, pages, page_size, part_out, part_lse, attention, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+           BLOCK_N: tl.constexpr):  # fmt: skip
+    """Output and log-sum-exp of all queries of one key head, over one part of its keys. The query heads of the key head lie in one
+    tile: row r is query r % M of head r // M of the group.
+
+    Maths:  softmax(score(scale q k^T)) v over a part of the keys in the band.
+    Shapes: q [B,HQ,M,D]  k [B,HKV,N,D]  v [B,HKV,N,DV], or with pages [B,N/page_size] k [pages,HKV,page_size,D];
+            part_out [SPLITS,B,HQ,M,DV]  part_lse [SPLITS,B,HQ,M] fp32 (fp64)
+    Grid:   (B HKV, SPLITS)
+    Source: the split of keys of FlashDecoding; arXiv 2305.13245 (grouped queries)."""
+    sizes = attention.sizes
+    kv_heads = sizes.heads // sizes.group
+    split, kv_head, b = tl.program_id(1), tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
+    seq = sequence(sizes, b)
+    first, end = key_range(attention.band, seq, split, SPLITS, BLOCK_N)
+
+    COLS: tl.constexpr = max(16, triton.next_power_of_2(attention.D))
+    COLS_V: tl.constexpr = max(16, triton.next_power_of_2(attention.DV))
+    r, d, dv = tl.arange(0, BLOCK_M), tl.arange(0, COLS)[None, :], tl.arange(0, COLS_V)[None, :]
+    live = r < sizes.group * seq.M
+    h, row = kv_head * sizes.group + tl.minimum(r // seq.M, sizes.group - 1), r % seq.M
+    base = q.ptr + tl.cast(b, tl.int64) * q.stride_b
+    at = tl.cast(h, tl.int64) * q.stride_h + tl.cast(row, tl.int64) * q.stride_t
+    q_tile = tl.load(base + at[:, None] + d, mask=live[:, None] & (d < attention.D), other=0.0)
+
+    table = None if pages is None else pages + b * tl.cdiv(sizes.N, page_size)
+    kh, vh = Head(k, b, kv_head, 0, table, page_size), Head(v, b, kv_head, 0, table, page_size)
+    state = start(BLOCK_M, COLS_V, attention.acc)
+    state = attend(state, q_tile, seq.q_start + row, kh, vh, b, h[:, None], seq, Span(0, 0, first, end), attention, BLOCK_N, True)
+    out, _, _, lse = finish(state, None, attention.exact)
+
+    to = ((tl.cast(split, tl.int64) * sizes.batch + b) * sizes.heads + h) * seq.M + row
+    tl.store(part_out + to[:, None] * attention.DV + dv, out, mask=live[:, None] & (dv < attention.DV))
+    tl.store(part_lse + to, lse, mask=live)
+
+
+@triton.jit
+def combine(part_out, part_lse, sinks, o, lse_out, attention, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The attention over all keys from the attention over each part.
+
+    Maths:  lse = log sum exp(lse_s) and the sink;  o = sum exp(lse_s - lse) o_s.
+    Shapes: part_out [SPLITS,B,HQ,M,DV]  part_lse [SPLITS,B,HQ,M]  sinks [HQ] or None  o [B,HQ,M,DV]  lse_out [B,HQ,M]
+    Grid:   (B HQ, cdiv(M, BLOCK_M))
+    Source: arXiv 1805.02867 (online softmax), section 3.1."""
+    sizes = attention.sizes
+    h, b = tl.program_id(0) % sizes.heads, tl.program_id(0) // sizes.heads
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    COLS_V: tl.constexpr = max(16, triton.next_power_of_2(attention.DV))
+    d, live = tl.arange(0, COLS_V)[None, :], row < sizes.M
+    at = tl.cast(tl.program_id(0), tl.int64) * sizes.M + row
+    step = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.M
+
+    nothing = tl.full([BLOCK_M], float("-inf"), attention.acc)
+    pivot = nothing if sinks is None else tl.maximum(nothing, tl.load(sinks + h).to(attention.acc))
+    for s in range(SPLITS):
+        pivot = tl.maximum(pivot, tl.load(part_lse + s * step + at, mask=live, other=float("-inf")))
+    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
+
+    acc, total = tl.zeros([BLOCK_M, COLS_V], attention.acc), tl.zeros([BLOCK_M], attention.acc)
+    if sinks is not None:
+        total += tl.exp2((tl.load(sinks + h).to(attention.acc) - pivot) * LOG2E)
+    for s in range(SPLITS):
+        weight = tl.exp2((tl.load(part_lse + s * step + at, mask=live, other=float("-inf")) - pivot) * LOG2E)
+        part = part_out + (s * step + at)[:, None] * attention.DV + d
+        acc += weight[:, None] * tl.load(part, mask=live[:, None] & (d < attention.DV), other=0.0)
+        total += weight
+
+    some = total != 0
+    total = tl.where(some, total, 1.0)
+    base = o.ptr + tl.cast(b, tl.int64) * o.stride_b + tl.cast(h, tl.int64) * o.stride_h
+    to = base + tl.cast(row, tl.int64)[:, None] * o.stride_t + d
+    tl.store(to, (acc / total[:, None]).to(o.ptr.dtype.element_ty), mask=live[:, None] & (d < attention.DV))
+    tl.store(lse_out + at, tl.where(some, pivot + tl.log2(total) / LOG2E, float("-inf")), mask=live)
