@@ -60,12 +60,15 @@ class Cache(ABC):
         M = k.shape[2]
         grown = [count + new for count, new in zip(self.counts, self._checked_rows(rows, M), strict=True)]
         self.reserve(grown)
-        new = M if rows is None else torch.tensor(rows, dtype=torch.int32).to(self.lengths.device)
-        end = self.lengths + new
-        slots = end[:, None] - M + self._slots[:M]
-        real = None if rows is None else slots >= self.lengths[:, None]
-        self._write(k.detach().transpose(1, 2), v.detach().transpose(1, 2), slots, real)
-        self.lengths.copy_(end)
+        k, v = k.detach().transpose(1, 2), v.detach().transpose(1, 2)
+        if rows is None:
+            self._write(k, v, self.lengths[:, None] + self._slots[:M], None)
+            self.lengths.add_(M)
+        else:
+            end = self.lengths + torch.tensor(rows, dtype=torch.int32).to(self.lengths.device)
+            slots = end[:, None] - M + self._slots[:M]
+            self._write(k, v, slots, slots >= self.lengths[:, None])
+            self.lengths.copy_(end)
         self.counts = grown
 
     def reserve(self, lengths: Sequence[int]) -> None:
@@ -205,8 +208,7 @@ class KVCache(Cache):
     def _write(self, k: Tensor, v: Tensor, slots: Tensor, real: Tensor | None) -> None:
         if real is not None:
             slots = torch.where(real, slots, self.capacity)
-        self._k[self._sequences, :, slots] = k
-        self._v[self._sequences, :, slots] = v
+        self._k[self._sequences, :, slots], self._v[self._sequences, :, slots] = k, v
 
 
 class PagedKVCache(Cache):

@@ -9,6 +9,7 @@ whole: Triton's own capture of kernels loses tensors inside NamedTuples.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,28 @@ def run_backward(
     grads = run.backward(q, k, v, dout, dlse, Saved(*saved), problem, backend, (needs[0], needs[1] or needs[2]), shape, needs[4])
     dbias = None if grads.dbias is None or bias is None else grads.dbias.reshape(bias.shape).to(bias.dtype)
     return grads.dq, grads.dk, grads.dv, dbias, grads.dsinks
+
+
+def partial_backward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, backend: str
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv of attention over some keys of rows whose out and lse are of all their keys: over the parts they add up."""
+    empty, dlse, cpu_kind = lse == float("-inf"), None, backend in ("torch", "reference")
+    saved: tuple[Tensor, ...] = (out, lse)
+    if cpu_kind and (backend == "reference" or not cpu.fused(problem, q, k)):
+        with torch.no_grad():
+            part, part_lse = saved = reference(problem, q, k, v)
+        share = torch.exp(part_lse - lse.masked_fill(empty, 0.0))[..., None]
+        dlse = (share * dout * (part - out)).sum(-1)
+        dout = (share * dout).to(q.dtype)
+    elif not cpu_kind:
+        from .launch.plan import attention
+
+        unit = 1.0 if attention(problem, "ieee").exact.value else 1.0 / math.log(2.0)
+        saved = (out, lse, lse.masked_fill(empty, 0.0) * unit, (~empty).to(lse.dtype))
+    needs = (True, True, True, False, False)
+    grads = run_backward(problem, (q, k, v, None, None), saved, dout, dlse, needs, "torch" if cpu_kind else backend)
+    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, (q, k, v), strict=False))
 
 
 class Attend(torch.autograd.Function):
@@ -361,8 +384,9 @@ def survey(
 def attend(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view."""
-    if backend == "reference":
+    """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view. Forward-mode
+    derivatives go through the dense reference: O(M N) memory."""
+    if backend == "reference" or torch.autograd.forward_ad._current_level >= 0:
         return reference(problem, q, k, v)
     if traced(q) and problem.extras.score is None and problem.extras.mask is None:
         k = k.view_as(k) if k is q else k  # Dynamo wants every argument to be another tensor

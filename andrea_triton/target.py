@@ -19,6 +19,16 @@ def has_triton() -> bool:
     return sys.modules.get("triton") is not None or importlib.util.find_spec("triton") is not None
 
 
+def has_gpu() -> bool:
+    """True where torch sees a CUDA or HIP device."""
+    return torch.cuda.is_available()
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def default_backend(device: torch.device) -> str:
     """The backend that tensors on a device get when the call names none: triton on CUDA, HIP and XPU, else torch."""
     return "triton" if device.type in ("cuda", "xpu") and has_triton() else "torch"

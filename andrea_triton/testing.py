@@ -321,7 +321,7 @@ def check(inputs: Inputs, attend: Attend, name: str) -> Results:
     """
     exact, got = run(cast(inputs, torch.float64), attend_reference), run(inputs, attend)
     assert got.out.dtype == inputs.q.dtype, f"{name}: out is {got.out.dtype}, wanted {inputs.q.dtype}"
-    errors = _eager_errors(inputs, exact)
+    errors = eager_errors(inputs, exact)
     for field, tensor, wanted, eager_error in zip(Results._fields, got, exact, errors, strict=True):
         if tensor is not None and wanted is not None:
             _assert_within(tensor, wanted, eager_error, tensor.dtype, f"{name}: {field}")
@@ -348,7 +348,7 @@ def assert_accurate(got: Tensor, eager: Tensor, exact: Tensor, dtype: torch.dtyp
         Traceback (most recent call last):
         AssertionError: out: error 9.54e-07 is over 1.19e-07 = 2 · 0.00e+00 (eager) + 1.19e-07 (rounding), at (0,)
     """
-    _assert_within(got, exact, _error(eager, exact), dtype, name)
+    _assert_within(got, exact, error_of(eager, exact), dtype, name)
 
 
 def _assert_within(got: Tensor, exact: Tensor, eager_error: float, dtype: torch.dtype, name: str) -> None:
@@ -358,7 +358,7 @@ def _assert_within(got: Tensor, exact: Tensor, eager_error: float, dtype: torch.
     exact = exact.double()
     finite = exact.isfinite()
     rounding = torch.finfo(dtype).eps * float(exact[finite].abs().max()) if finite.any() else 0.0
-    allowed, found = 2 * eager_error + rounding, _error(got, exact)
+    allowed, found = 2 * eager_error + rounding, error_of(got, exact)
     if found <= allowed:
         return
     worst = tuple(int(i) for i in torch.unravel_index(_distance(got, exact).argmax(), exact.shape))
@@ -367,7 +367,7 @@ def _assert_within(got: Tensor, exact: Tensor, eager_error: float, dtype: torch.
     )
 
 
-def _error(x: Tensor, exact: Tensor) -> float:
+def error_of(x: Tensor, exact: Tensor) -> float:
     """max |x - exact| over the tensor, 0 for a tensor without elements."""
     return float(_distance(x, exact).max()) if exact.numel() else 0.0
 
@@ -379,15 +379,15 @@ def _distance(x: Tensor, exact: Tensor) -> Tensor:
     return (x - exact).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def _eager_errors(inputs: Inputs, exact: Results) -> list[float]:
+def eager_errors(inputs: Inputs, exact: Results) -> list[float]:
     """err(eager) of every result. The eager fp64 run is the oracle itself: fp64 is asked to be 2**26 times
     closer than fp32 has to be, which nothing that passes through fp32 is."""
     if inputs.q.dtype == torch.float64:
         narrow = cast(inputs, torch.float32)
-        errors = _eager_errors(narrow, run(cast(narrow, torch.float64), attend_reference))
+        errors = eager_errors(narrow, run(cast(narrow, torch.float64), attend_reference))
         return [error * 2.0**-26 for error in errors]
     eager = run(inputs, attend_reference)
-    return [0.0 if x is None or y is None else _error(x, y) for x, y in zip(eager, exact, strict=True)]
+    return [0.0 if x is None or y is None else error_of(x, y) for x, y in zip(eager, exact, strict=True)]
 
 
 def _laid_out(tensor: Tensor, layout: Layout) -> Tensor:

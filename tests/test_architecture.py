@@ -61,10 +61,12 @@ MAY_IMPORT = {
     "ops": f"{HOST} reference cpu",
     "functional": f"{HOST} reference ops",
     "sdpa": "errors functional torch",
+    "check": f"{HOST} functional testing",
+    "doctor": f"{HOST} functional",
     "cache": "errors torch",
     "decode": f"{HOST} functional ops cache",
     "nn": f"{PURE} torch functional cache decode nn",
-    "distributed": f"{PURE} torch functional distributed",
+    "distributed": f"{HOST} functional ops distributed",
     "integrations": f"{PURE} torch functional sdpa cache decode integrations",
     "testing": f"{PURE} problem reference functional torch",
 }
@@ -73,6 +75,8 @@ MAY_IMPORT_LATER = {
     "target": "triton",
     "ops": "launch",
     "functional": "launch",
+    "check": "matplotlib",
+    "doctor": "launch functional",
     "integrations": "transformers flash_attn",
 }
 # Files outside kernels/ that may speak Triton's language, and why.

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-
 # Backward's per-query numbers are padded to PAD rows a sequence, so that they are read without masks.
 PAD = tl.constexpr(256)
 

@@ -6,19 +6,10 @@ them over head dims, dtypes and targets, prints a table, and writes JSON lines w
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import itertools
-import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -29,7 +20,6 @@ from andrea_triton.launch import run
 from andrea_triton.launch.cards import CARDS
 from andrea_triton.launch.compile import compiled, flatten, gpu_target
 from andrea_triton.launch.configs import Config
-from andrea_triton.launch.machine_code import Loop, MachineCode, read
 from andrea_triton.launch.plan import Grads, Launch, Saved, backward_plan, forward_plan, row_blocks, tiled, unit_stride
 from andrea_triton.problem import Problem, accumulator, make_problem
 from andrea_triton.spec import Mask, Score, Window, make_spec

@@ -133,7 +133,7 @@ class Block(nn.Module):
         )  # fmt: skip
         self.widen = nn.Linear(config.d_model, 4 * config.d_model, bias=False)
         self.narrow = nn.Linear(4 * config.d_model, config.d_model, bias=False)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor, cache: Cache | None, rows: Sequence[int] | None) -> Tensor:
         """(B, T, d_model) in, (B, T, d_model) out."""
@@ -159,7 +159,7 @@ class Andrea(nn.Module):
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = nn.Embedding(config.context, config.d_model) if config.positions == "learned" else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, backend) for _ in range(config.n_layer))
         self.norm = make_norm(config)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)

@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
         Raises:
             ShapeError, DTypeError, UnsupportedError: as `attention`.
         """
-        q, k, v = self.project(x, torch.arange(x.shape[1], device=x.device))
+        q, k, v = self.project(x, torch.arange(x.shape[1], device=x.device) if self.rotary else None)
         return self.merge_heads(attend(q, k, v, self.causal, self.call(), key_lengths, mask))
 
     def call(self) -> Call:
@@ -96,12 +96,12 @@ class SelfAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         return Call(self.scale, self.window, self.softcap, self.sinks, dropout_p, self.backend)
 
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x, in heads.
 
         Args:
             x: (B, T, d_model).
-            positions: (T,) or (B, T) integers, the tokens' places in their sequence.
+            positions: (T,) or (B, T) integers, the tokens' places in their sequence; read by rotary heads only.
 
         Returns:
             q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim), views of (B, T, ...) memory.
@@ -114,7 +114,10 @@ class SelfAttention(nn.Module):
             split_heads(W(x), heads)
             for W, heads in ((self.W_Q, self.n_head), (self.W_K, self.n_kv_head), (self.W_V, self.n_kv_head))
         )
-        return (rotate(q, positions), rotate(k, positions), v) if self.rotary else (q, k, v)
+        if self.rotary:
+            assert positions is not None
+            q, k = rotate(q, positions), rotate(k, positions)
+        return q, k, v
 
     def merge_heads(self, out: Tensor) -> Tensor:
         """W_O of (B, n_head, T, head_dim), as (B, T, d_model)."""
@@ -171,7 +174,7 @@ class CausalSelfAttention(SelfAttention):
         if key_lengths is not None or mask is not None:
             name = "mask" if key_lengths is None else "key_lengths"
             raise UnsupportedError(name, "a call with a cache", "the cache knows its lengths; use rows= for padding")
-        q, k, v = self.project(x, next_positions(cache, x.shape[1], rows))
+        q, k, v = self.project(x, next_positions(cache, x.shape[1], rows) if self.rotary else None)
         cache.append(k.to(cache.dtype), v.to(cache.dtype), rows)
         return self.merge_heads(attend_cache(q.to(cache.dtype), cache, self.call()).to(q.dtype))
 
