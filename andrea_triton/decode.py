@@ -31,9 +31,8 @@ def decode_attention(
         capture it.
 
     Args:
-        q: queries (batch, HQ, M, D), dtype and device of the cache; row i of sequence b sits at position lengths[b] - M + i.
-            A row
-            before position 0 is padding.
+        q: queries (batch, HQ, M, D), dtype and device of the cache; row i of sequence b sits at position lengths[b] - M +
+            i. A row before position 0 is padding.
         cache: a KVCache or PagedKVCache that the keys of the newest M tokens were appended to.
         causal: a query sees no key after its own position.
         scale, window, softcap, alibi, sinks: as in `attention`; windows count from each query's position.

@@ -31,7 +31,8 @@ def attention(
     """Exact softmax attention, in tiles, without the M×N matrix.
 
     Args:
-        q: queries (B, HQ, M, D), fp16, bf16, fp32 or fp64; any strides. (B, M, HQ, D) tensors come as `.transpose(1, 2)` views.
+        q: queries (B, HQ, M, D), fp16, bf16, fp32 or fp64; any strides. (B, M, HQ, D) tensors come as `.transpose(1, 2)`
+            views.
         k: keys (B, HKV, N, D), dtype and device of q; HQ is a multiple of HKV.
         v: values (B, HKV, N, DV). D and DV from 1 to 256.
         causal: a query sees no key after its own position.
@@ -54,7 +55,7 @@ def attention(
             differentiable.
         return_stats: also return, last, the largest logit of every row and the entropy of its weights in nats, fp32 (B, HQ,
             M), without
-            gradient: what shows logits that grow and attention that collapses. It makes the scores once more, in O(M) memory.
+        gradient: what shows logits that grow and attention that collapses. It makes the scores once more, in O(M) memory.
         validate: check the contents of index tensors on a GPU too, which waits for it.
         backend: triton, interpreter, torch, reference, or None to choose by the tensors' device.
 
@@ -100,18 +101,17 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: Window = None, q_start: int | None = None,
     softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None, sinks: Tensor | None = None,
     key_lengths: Tensor | None = None, score: Score | None = None, mask: Mask | Tensor | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats: bool = False, validate:
-        bool = False,
-    backend: str | None = None,
+    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats: bool = False,
+    validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`attention` with causal=True: what a GPT block needs.
 
     Args:
         q: queries (B, HQ, M, D), fp16, bf16, fp32 or fp64.
         k: keys (B, HKV, N, D).
-        v: values (B, HKV, N, DV).
-        scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p, seed, precise, return_lse,
-            return_stats, validate, backend: as in `attention`.
+        v: values (B, HKV, N, DV). scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p,
+            seed, precise, return_lse,
+        return_stats, validate, backend: as in `attention`.
 
     Returns:
         out (B, HQ, M, DV), or (out, lse), as `attention`.
@@ -130,8 +130,7 @@ def causal_attention(
     return attention(
         q, k, v, causal=True, scale=scale, window=window, q_start=q_start, softcap=softcap, bias=bias, alibi=alibi, sinks=sinks,
         key_lengths=key_lengths, score=score, mask=mask, dropout_p=dropout_p, seed=seed, precise=precise,
-        return_lse=return_lse, return_stats=return_stats,
-        validate=validate, backend=backend,
+        return_lse=return_lse, return_stats=return_stats, validate=validate, backend=backend,
     )  # fmt: skip
 
 
@@ -152,10 +151,10 @@ def varlen_attention(
         cu_seqlens_q: (sequences + 1,) int32, from 0, never decreasing; rows after the last are slack.
         cu_seqlens_k: (sequences + 1,) int32, the same for the keys.
         max_q: rows of the longest sequence, or more.
-        max_k: the same for the keys.
-        causal, scale, window, q_start, softcap, sinks, score, mask, dropout_p, seed, precise, return_lse, return_stats,
-            validate, backend: as in
-            `attention`; positions count from each sequence's start, and batch is the number of the sequence.
+        max_k: the same for the keys. causal, scale, window, q_start, softcap, sinks, score, mask, dropout_p, seed, precise,
+            return_lse, return_stats,
+        validate, backend: as in `attention`; positions count from each sequence's start, and batch is the number of the
+            sequence.
         alibi: slopes (HQ,) or (sequences, HQ).
 
     Returns:

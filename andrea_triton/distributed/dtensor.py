@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
 
 def arguments(args: tuple[Any, ...]) -> Arguments:
     """The common arguments, from q on."""
-    return Arguments(*args[:11], args[16], args[-1])
+    return Arguments._make((*args[:11], args[16], args[-1]))
 
 
 def ways(x: Arguments) -> list[int | None]:

@@ -232,10 +232,11 @@ def make_mask(
     from transformers import masking_utils
 
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
-    band = _band(mask_function, local_size)
-    known_padding = attention_mask is None or (type(attention_mask) is Tensor and attention_mask.dim() == 2)
+    plain = attention_mask is None or (type(attention_mask) is Tensor and attention_mask.dim() == 2)
     growing = type(q_offset) is int and type(kv_offset) is int and q_offset - kv_offset + q_length == kv_length
-    if band is None or not known_padding or not growing or q_length == 1 or torch.compiler.is_compiling():
+    written_out = torch.compiler.is_compiling() or q_length == 1 or not plain or not growing
+    band = None if written_out else _band(mask_function, local_size)
+    if band is None:
         mask: Tensor | None = masking_utils.sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
@@ -243,19 +244,20 @@ def make_mask(
             use_vmap=use_vmap, device=device, dtype=dtype, config=config,
         )  # fmt: skip
         return mask
-    left, right = band
-    keys = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    if keys is not None:
-        keys = torch.nn.functional.pad(keys, (0, kv_length - keys.shape[1]))
-        keys = None if bool(keys.all()) else keys
+    keys = None if attention_mask is None else _keys(attention_mask, int(kv_offset), kv_length)
     start = kv_length - q_length
-    if keys is None and left is None:
-        if right is None and allow_is_bidirectional_skip:
-            return None
-        if right == 0 and start == 0 and allow_is_causal_skip:
-            return None
-    shape = (batch_size, 1, q_length, kv_length)
-    return BandMask(shape, torch.device(device), start, left, right, keys)
+    if keys is None and band == (None, None) and allow_is_bidirectional_skip:
+        return None
+    if keys is None and band == (None, 0) and start == 0 and allow_is_causal_skip:
+        return None
+    return BandMask((batch_size, 1, q_length, kv_length), torch.device(device), start, *band, keys)
+
+
+def _keys(padding: Tensor, first: int, keys: int) -> Tensor | None:
+    """(B, N) bool of the keys from `first` on, False where the key is padding; None where no key is."""
+    real = padding[:, first : first + keys].bool()
+    real = torch.nn.functional.pad(real, (0, keys - real.shape[1]))
+    return None if bool(real.all()) else real
 
 
 class _Seen(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -71,8 +70,7 @@ def backward(
     needs: tuple[bool, bool], bias_shape: tuple[int, ...] | None = None, sinks: bool = False,
 ) -> Grads:  # fmt: skip
     """Run the backward kernels. needs: whether dq, and whether dk and dv are wanted; bias_shape: the bias's own four dims,
-    when its
-    gradient is wanted; sinks: whether theirs is."""
+    when its gradient is wanted; sinks: whether theirs is."""
     q, k, v, dout = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(dout)
     dlse = None if dlse is None else dlse.contiguous()
     grads = Grads(
@@ -145,20 +143,18 @@ def arguments(launch: Launch) -> list[Any]:
 
 
 def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any]:
-    target, wanted = targets.gpu_target(), launch.config
+    target, reason = targets.gpu_target(), ""
     for config in launch.configs:
         kernel = compiler.compiled(tiled(launch, problem, config), target)
         try:
             kernel._init_handles()
         except triton.runtime.errors.OutOfResources as error:
-            _warn_smaller(launch.name, wanted, str(error))
+            reason = reason or str(error)
             continue
+        if reason:
+            found = f"{launch.name}: {launch.config} does not fit this card ({reason}); it runs with {config}, more slowly"
+            warnings.warn(found, RuntimeWarning, stacklevel=2)
         return config, kernel
     raise CompileError(
-        f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV}; use backend='torch'"
+        f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV} ({reason}); use backend='torch'"
     )
-
-
-@functools.cache
-def _warn_smaller(name: str, config: Any, reason: str) -> None:
-    warnings.warn(f"{name}: {config} does not fit this card ({reason}); taking a smaller tile", RuntimeWarning, stacklevel=2)

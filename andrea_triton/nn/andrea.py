@@ -272,7 +272,7 @@ class Andrea(nn.Module):
         """
         tensors, notes = load_tensors(path)
         config = read_config(notes.get("andrea"), path)
-        with torch.device("meta"):
+        with torch.random.fork_rng(devices=[]):  # its weights are drawn, and then replaced
             model = cls(config, backend=backend)
         model.take_weights(tensors, path)
         return model

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import Cache
+from ..decode import LARGEST_TILE, decode_attention
 from ..errors import UnsupportedError
 from ..functional import attention
 from ..spec import Mask, Window, default_scale, make_spec
@@ -59,7 +60,9 @@ def attend(
 
 
 def attend_cache(q: Tensor, cache: Cache, call: Call) -> Tensor:
-    """Causal attention of the newest tokens to all that a cache holds. Work grows with the lengths, not with the capacity.
+    """Causal attention of the newest tokens to all that a cache holds: few by `decode_attention`, many by `attention`.
+
+    Work grows with the lengths, not with the capacity.
 
     Args:
         q: (batch, HQ, M, head_dim); row i of sequence b sits at position lengths[b] - M + i. A row before position 0 is padding.
@@ -72,12 +75,19 @@ def attend_cache(q: Tensor, cache: Cache, call: Call) -> Tensor:
     Raises:
         ShapeError, DTypeError, UnsupportedError: as `attention`.
     """
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise UnsupportedError("a gradient", "a call with a cache", "a cache holds no graph; call it under torch.no_grad()")
+    if call.backend != "naive" and q.shape[1] // cache.kv_heads * q.shape[2] <= LARGEST_TILE:
+        out = decode_attention(
+            q, cache, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks, backend=call.backend
+        )
+        assert isinstance(out, Tensor)
+        return out
     counts = cache.counts
     k, v = cache.keys_values(max(counts))
     if min(counts) == max(counts):
         return attend(q, k, v, True, call)
-    parts = [attend(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], True, call) for b, n in enumerate(counts)]
-    return torch.cat(parts)
+    return torch.cat([attend(q[b, None], k[b, None, :, :n], v[b, None, :, :n], True, call) for b, n in enumerate(counts)])
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, call: Call) -> Tensor:

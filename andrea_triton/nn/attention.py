@@ -138,7 +138,8 @@ class CausalSelfAttention(SelfAttention):
         >>> from andrea_triton.cache import KVCache
         >>> layer, x = CausalSelfAttention(32, 4).eval(), torch.randn(1, 5, 32)
         >>> cache = KVCache(1, 4, 16, 8)
-        >>> steps = [layer(x[:, t : t + 1], cache=cache) for t in range(5)]
+        >>> with torch.no_grad():
+        ...     steps = [layer(x[:, t : t + 1], cache=cache) for t in range(5)]
         >>> torch.allclose(torch.cat(steps, 1), layer(x), atol=1e-6)
         True
     """
@@ -154,7 +155,8 @@ class CausalSelfAttention(SelfAttention):
         cache: Cache | None = None,
         rows: Sequence[int] | None = None,
     ) -> Tensor:
-        """Attention of x with itself and, given a cache, with the tokens in it; x is then appended to it.
+        """Attention of x with itself and, given a cache, with the tokens in it, to which x is appended. A cache keeps no graph:
+        with one, call it under torch.no_grad().
 
         Args:
             x: (B, T, d_model).

@@ -52,6 +52,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     try:
+        new.touch()  # before others make it, so that it has the usual permissions
         yield new
         with new.open("rb+") as file:
             os.fsync(file.fileno())

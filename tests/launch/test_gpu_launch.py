@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from andrea_triton import attention, target, testing, varlen_attention
+from andrea_triton.errors import CompileError
 from andrea_triton.launch import compile as compiler
-from andrea_triton.launch import run
+from andrea_triton.launch import plan, run
+from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.plan import Launch
 from andrea_triton.problem import Problem
 from tests.launch import stub_cuda
@@ -27,8 +29,8 @@ FP16, FP64 = torch.float16, torch.float64
 PLAIN = testing.Case("plain causal", M=130, causal=True)
 GROUPED = testing.Case("4 heads on 2", HQ=4, HKV=2, M=65, causal=True)
 TERMS = testing.Case("every term", M=70, N=90, window=30, bias=(1, 70, 90), sinks=True, softcap=5.0, dropout_p=0.1)
+DOUBLE = testing.Case("fp64 numbers", M=70, D=16, causal=True, softcap=5.0, dropout_p=0.1)
 PACKED = testing.Case("packed", lengths_q=(5, 0, 61), lengths_k=(5, 9, 64), slack=5, causal=True)
-WORKER = "the stub driver's process"
 
 
 class Wanted(NamedTuple):
@@ -41,7 +43,7 @@ class Wanted(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One call, forward and backward: what arrived, what should have, how often Triton compiled, and what was warned of."""
+    """What arrived of a call, what should have, how often Triton compiled, and what was warned of."""
 
     starts: list[Start]
     wanted: list[Wanted]
@@ -74,34 +76,48 @@ def attend(inputs: testing.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def on_device(index: int, plan: list[Wanted]) -> Iterator[None]:
-    """CPU tensors count as ones of an sm_80 device; the launches that are executed go to `plan`, too."""
+def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]:
+    """CPU tensors count as ones of an sm_80 device. Launches also go to `executed`; `small` tiles compile fastest."""
     execute = run.execute
 
     def execute_there(launches: list[Launch], problem: Problem, backend: str) -> None:
-        plan.extend(wanted(launch) for launch in launches if 0 not in launch.grid)
+        executed.extend(wanted(launch) for launch in launches)
         execute(launches, replace(problem, device=torch.device("cuda", index)), backend)
+
+    def smallest(*args: Any) -> tuple[Config, ...]:
+        return candidates(*args)[-1:]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "execute", execute_there)
         patch.setattr(target, "target_of", lambda device: "sm_80")
         patch.setattr(target, "check_backend", lambda name, device: None)
+        if small:
+            patch.setattr(plan, "candidates", smallest)
         yield
 
 
-def called(log: Path, case: testing.Case, dtype: torch.dtype, device: int) -> Outcome:
-    """Call the kernels forward and backward, in the process that has the stub driver."""
+def called(log: Path, case: testing.Case, dtype: torch.dtype, device: int, small: bool) -> Outcome:
+    """Call the kernels, in the process that has the stub driver: forward and backward, or with table tiles only forward."""
     import triton
 
     log.unlink(missing_ok=True)
-    plan: list[Wanted] = []
-    compilations: list[Any] = []
-    compile_it = triton.compile
-    with on_device(device, plan), warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+    executed: list[Wanted] = []
+    compiled: list[Any] = []
+    compile_it, inputs = triton.compile, testing.make_inputs(case, dtype)
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        compiled.append(args)
+        return compile_it(*args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch, on_device(device, small, executed), warnings.catch_warnings(record=True) as w:
         warnings.simplefilter("always")
-        patch.setattr(triton, "compile", lambda *args, **keywords: compilations.append(0) or compile_it(*args, **keywords))
-        testing.run(testing.make_inputs(case, dtype), attend)
-    return Outcome(stub_cuda.starts(log), plan, len(compilations), [str(w.message) for w in caught])
+        patch.setattr(triton, "compile", counted)
+        if small:
+            testing.run(inputs, attend)
+        else:
+            attend(inputs)
+    warned = [str(warning.message) for warning in w if warning.category is RuntimeWarning]
+    return Outcome(stub_cuda.starts(log), executed, len(compiled), warned)
 
 
 Call = Callable[..., Outcome]
@@ -109,16 +125,20 @@ Call = Callable[..., Outcome]
 
 @pytest.fixture(scope="module")
 def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """call(case, dtype, device) in one new process."""
+    """call(case, dtype, device, small) in one new process."""
     if stub_cuda.compiler() is None:
-        pytest.skip("no C compiler with Python's headers: Triton cannot build its launcher")
+        pytest.skip("no C compiler with Python's headers, so Triton cannot build its launcher")
     folder = tmp_path_factory.mktemp("driver")
     stub_cuda.build(folder)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for name, value in stub_cuda.environment(folder).items():
             patch.setenv(name, value)
-        with ProcessPoolExecutor(1, get_context("spawn"), stub_cuda.pretend) as process:
-            yield lambda case, dtype=FP16, device=0: process.submit(called, folder / "starts", case, dtype, device).result()
+        process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), stub_cuda.pretend))
+
+        def call(case: testing.Case, dtype: torch.dtype = FP16, device: int = 0, small: bool = True) -> Outcome:
+            return process.submit(called, folder / "starts", case, dtype, device, small).result()
+
+        yield call
 
 
 def arrived(outcome: Outcome) -> list[Wanted]:
@@ -127,19 +147,19 @@ def arrived(outcome: Outcome) -> list[Wanted]:
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "names"),
+    ("case", "dtype", "terms"),
     [
-        (PLAIN, FP16, "forward delta dkdv dq"),
-        (GROUPED, FP16, "forward delta dkdv dq"),
-        (TERMS, FP16, "forward delta dkdv dq dbias dsinks"),
-        (PACKED, FP16, "forward delta dkdv dq"),
-        (TERMS, FP64, "forward delta dkdv dq dbias dsinks"),
+        (PLAIN, FP16, []),
+        (GROUPED, FP16, []),
+        (TERMS, FP16, ["dbias", "dsinks"]),
+        (PACKED, FP16, []),
+        (DOUBLE, FP64, []),
     ],
-    ids=lambda x: getattr(x, "name", str(x)),
+    ids=lambda x: getattr(x, "name", ""),
 )
-def test_every_argument_arrives(call: Call, case: testing.Case, dtype: torch.dtype, names: str) -> None:
+def test_every_argument_arrives(call: Call, case: testing.Case, dtype: torch.dtype, terms: list[str]) -> None:
     outcome = call(case, dtype)
-    assert [start.name for start in outcome.starts] == names.split()
+    assert [start.name for start in outcome.starts] == ["forward", "delta", "dkdv", "dq", *terms]
     assert arrived(outcome) == outcome.wanted
     assert {(start.device, start.stream) for start in outcome.starts} == {(0, STREAM)}
     assert outcome.warned == []
@@ -153,15 +173,27 @@ def test_a_new_length_compiles_nothing(call: Call) -> None:
 
 
 def test_each_device_has_its_own_kernels(call: Call) -> None:
-    """The driver refuses a kernel in another device's context."""
+    """The driver refuses a kernel where another device is current."""
     call(PLAIN)
     there = call(PLAIN, device=1)
     assert there.compiled == 4 and arrived(there) == there.wanted
     assert {(start.device, start.stream) for start in there.starts} == {(1, STREAM + 1)}
-    assert call(PLAIN, device=0).compiled == call(PLAIN, device=1).compiled == 0
+    assert call(PLAIN).compiled == call(PLAIN, device=1).compiled == 0
 
 
-def test_too_little_shared_memory_takes_a_smaller_tile(call: Call) -> None:
-    case = replace(PLAIN, D=64)
-    outcome = call(case, device=2)
-    print(outcome.compiled, outcome.warned, [(s.name, s.grid, s.block, s.shared) for s in outcome.starts])
+def test_little_shared_memory_takes_a_smaller_tile_and_warns_once(call: Call) -> None:
+    outcome = call(PLAIN, device=2, small=False)
+    first, _, taken = candidates("forward", "sm_80", PLAIN.D, FP16.itemsize, PLAIN.M, PLAIN.M)[:3]
+    (start,), (best,) = outcome.starts, outcome.wanted
+    assert outcome.compiled == 3 and start.shared <= LIMITS[2]
+    assert start.grid == (2, -(-PLAIN.M // taken.BLOCK_M), 1) != best.grid
+    assert (start.block[0], start.parameters) == (32 * taken.num_warps, best.parameters)
+    (warning,) = outcome.warned
+    assert str(first) in warning and str(taken) in warning and f"limit: {LIMITS[2]}" in warning
+    again = call(replace(PLAIN, M=200), device=2, small=False)
+    assert (again.compiled, again.warned, again.starts[0].grid) == (0, [], (2, -(-200 // taken.BLOCK_M), 1))
+
+
+def test_a_card_too_small_for_every_tile_is_an_error(call: Call) -> None:
+    with pytest.raises(CompileError, match="no tiling of forward fits 80 for head dims 32, 32"):
+        call(PLAIN, device=3)

@@ -1,0 +1,93 @@
+"""Instructions of whole warps: shuffles, matrix loads and matrix products.
+
+Products are summed in fp32 in numpy's order; a tensor core sums in its own. Source: PTX ISA 8.8, chapter 9.7.14.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from tests.compiled import fragments
+from tests.compiled.faults import Unsupported
+from tests.compiled.fragments import LANES
+from tests.compiled.operands import address, reader, writer
+from tests.compiled.parse import Instruction, Operand, Program
+from tests.compiled.state import State, Step, full
+from tests.compiled.values import Array
+
+U4, F4 = np.dtype("u4"), np.dtype("f4")
+_PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32")
+_ROWS = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([24])(\.trans)?\.shared\.b16")
+
+
+def step(instruction: Instruction, program: Program) -> Step | None:
+    """What an instruction of this kind does, None for one of another kind."""
+    if instruction.guard:
+        return None
+    if match := _PRODUCT.fullmatch(instruction.opcode):
+        return _product(instruction, match[1], program)
+    if match := _ROWS.fullmatch(instruction.opcode):
+        return _matrix_rows(instruction, int(match[1]), match[2] is not None, program)
+    if instruction.opcode == "shfl.sync.bfly.b32" and instruction.operands[3:] == ("31", "-1"):
+        return _butterfly(instruction, program)
+    return None
+
+
+def registers(operand: Operand) -> tuple[str, ...]:
+    """The registers of {a, b, ..}."""
+    if not isinstance(operand, tuple):
+        raise Unsupported(f"operand {operand}")
+    return tuple(str(name) for name in operand)
+
+
+def gather(state: State, sources: list) -> list[Array]:
+    """Values of operands, each in full [ctas, threads]."""
+    return [full(source(state), state.shape) for source in sources]
+
+
+def _product(instruction: Instruction, kind: str, program: Program) -> Step:
+    d, a, b, c = (registers(operand) for operand in instruction.operands)
+    left, right = ([reader(name, U4, program) for name in names] for names in (a, b))
+    added = [reader(name, F4, program) for name in c]
+    writes = [writer(name, F4, program, "") for name in d]
+
+    def step(state: State) -> None:
+        tile = fragments.left_tile(gather(state, left), kind) @ fragments.right_tile(gather(state, right), kind)
+        results = [one(state) + part for one, part in zip(added, fragments.spread(tile), strict=True)]
+        for write, result in zip(writes, results, strict=True):
+            write(state, result)
+
+    return step
+
+
+def _matrix_rows(instruction: Instruction, matrices: int, transposed: bool, program: Program) -> Step:
+    """Lane 8 i + r gives the address of row r of matrix i."""
+    writes = [writer(name, U4, program, "") for name in registers(instruction.operands[0])]
+    find = address(instruction.operands[1], False, program)
+
+    def step(state: State) -> None:
+        ctas, threads = state.shape
+        rows, lanes = np.indices((ctas, threads))
+        used = lanes % LANES < 8 * matrices
+        at = full(find(state), state.shape)[used]
+        numbers = state.shared.load(rows[used], lanes[used] // LANES, at, 2, 8)
+        tiles = numbers.reshape(ctas, threads // LANES, matrices, 8, 8)
+        for write, result in zip(writes, fragments.matrix_rows(tiles, transposed), strict=True):
+            write(state, result)
+
+    return step
+
+
+def _butterfly(instruction: Instruction, program: Program) -> Step:
+    target, source, lane, *_ = instruction.operands
+    read, mask = reader(source, U4, program), reader(lane, U4, program)
+    write = writer(target, U4, program, "")
+
+    def step(state: State) -> None:
+        own = np.arange(state.threads, dtype=np.int64)[None] % LANES
+        other = full(own ^ mask(state), state.shape)
+        write(state, fragments.shuffled(full(read(state), state.shape), other))
+
+    return step

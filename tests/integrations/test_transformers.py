@@ -1,0 +1,228 @@
+"""Tiny models with random weights, that transformers runs through this library, against its own "eager"."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from andrea_triton.errors import UnsupportedError
+from andrea_triton.integrations.transformers import NAME, BandMask, attend, make_mask, register
+from andrea_triton.testing import assert_accurate
+
+transformers = pytest.importorskip("transformers")
+masking_utils = pytest.importorskip("transformers.masking_utils")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
+    "mistral": ("MistralForCausalLM", "MistralConfig", SIZES | {"sliding_window": 4}),
+    "gemma2": (
+        "Gemma2ForCausalLM", "Gemma2Config",
+        SIZES | {"sliding_window": 4, "layer_types": LAYERS, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM", "GptOssConfig",
+        SIZES | {"sliding_window": 4, "layer_types": LAYERS, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")}),
+}  # fmt: skip
+DECODERS = [name for name in MODELS if name != "bert"]
+LENGTH = 11
+
+
+class Batch(NamedTuple):
+    """Two rows of tokens; where padded, the first has four tokens of padding on the left."""
+
+    ids: Tensor
+    real: Tensor | None
+
+
+def batch(padded: bool) -> Batch:
+    ids = torch.randint(3, 64, (2, LENGTH))
+    real = torch.ones_like(ids)
+    real[0, :4] = 0
+    return Batch(ids.masked_fill(real == 0, 0), real) if padded else Batch(ids, None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    register()
+
+
+def make(name: str) -> Any:
+    """The model, with weights large enough that attention is not uniform."""
+    model_class, config_class, sizes = MODELS[name]
+    config = getattr(transformers, config_class)(**sizes, initializer_range=0.3)
+    config.tie_word_embeddings = True
+    model = getattr(transformers, model_class)(config).eval()
+    for part, weight in model.named_parameters():
+        if part.endswith("sinks"):
+            torch.nn.init.normal_(weight)
+    return model
+
+
+def as_one(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A copy of the model with another attention and dtype."""
+    twin = copy.deepcopy(model).to(dtype)
+    twin.set_attn_implementation(attention)
+    return twin
+
+
+def logits_and_gradients(model: Any, given: Batch) -> tuple[Tensor, Tensor]:
+    """The logits of the real tokens, and all gradients of a loss on them as one vector."""
+    logits = model(given.ids, attention_mask=given.real).logits
+    if given.real is not None:
+        logits = logits[given.real.bool()]
+    logits.square().mean().backward()
+    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_eager(name: str, padded: bool) -> None:
+    model, given = make(name), batch(padded)
+    exact = logits_and_gradients(as_one(model, "eager", torch.float64), given)
+    eager = logits_and_gradients(as_one(model, "eager"), given)
+    got = logits_and_gradients(as_one(model, NAME), given)
+    for what, *tensors in zip(("logits", "gradients"), got, eager, exact, strict=True):
+        assert_accurate(*tensors, torch.float32, f"{name} {what}")
+
+
+def generated(model: Any, given: Batch, cache: str) -> tuple[Tensor, Tensor]:
+    """Ten tokens after each row of the batch, and the logits they were taken from."""
+    told = model.generate(
+        given.ids, attention_mask=torch.ones_like(given.ids) if given.real is None else given.real, do_sample=False, max_new_tokens=10,
+        cache_implementation=cache, return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return told.sequences[:, LENGTH:], torch.stack(told.logits)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "C45 left padding"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generates_what_eager_generates(name: str, cache: str, padded: bool) -> None:
+    model, given = make(name), batch(padded)
+    exact, eager, got = (
+        generated(as_one(model, *kind), given, cache) for kind in (("eager", torch.float64), ("eager",), (NAME,))
+    )
+    assert torch.equal(got[0], exact[0]) and torch.equal(eager[0], exact[0])
+    assert_accurate(got[1], eager[1], exact[1], torch.float32, f"{name} logits")
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_second_turn_on_a_cache(name: str) -> None:
+    model, given = make(name), batch(padded=True)
+
+    def second(twin: Any) -> Tensor:
+        first = twin(given.ids[:, :6], attention_mask=given.real[:, :6], use_cache=True)
+        logits = twin(given.ids[:, 6:], attention_mask=given.real, past_key_values=first.past_key_values).logits
+        assert isinstance(logits, Tensor)
+        return logits.detach()
+
+    exact, eager, got = (second(as_one(model, *kind)) for kind in (("eager", torch.float64), ("eager",), (NAME,)))
+    assert_accurate(got, eager, exact, torch.float32, f"{name} logits")
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_compiled_model_is_the_eager_one(padded: bool) -> None:
+    model, given = as_one(make("mistral"), NAME), batch(padded)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    wanted, got = (run(given.ids, attention_mask=given.real, use_cache=False).logits for run in (model, compiled))
+    torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0)
+
+
+def test_packed_rows_by_position_ids() -> None:
+    model, ids = make("llama"), torch.randint(3, 64, (1, LENGTH))
+    positions = torch.tensor([[*range(4), *range(LENGTH - 4)]])
+    exact, eager, got = (
+        as_one(model, *kind)(ids, position_ids=positions).logits.detach()
+        for kind in (("eager", torch.float64), ("eager",), (NAME,))
+    )
+    assert_accurate(got, eager, exact, torch.float32, "logits")
+
+
+def test_packed_rows_by_cu_seq_lens() -> None:
+    q, k, v = (torch.randn(1, heads, LENGTH, 8) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 4, LENGTH], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7}
+    out, _ = attend(torch.nn.Identity(), q, k, v, None, **packed)
+    for rows in (slice(0, 4), slice(4, LENGTH)):
+        alone, _ = attend(torch.nn.Identity(), q[:, :, rows], k[:, :, rows], v[:, :, rows], None)
+        torch.testing.assert_close(out[:, rows], alone)
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
+        attend(torch.nn.Identity(), *(x.expand(2, -1, -1, -1) for x in (q, k, v)), None, **packed)
+
+
+def test_masks_and_biases_say_the_same() -> None:
+    layer, x, bias = torch.nn.Identity(), torch.randn(2, 4, 5, 8), torch.randn(1, 4, 5, 5)
+    seen = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    additive = torch.zeros(2, 1, 5, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
+    wanted, _ = attend(layer, x, x, x, None, is_causal=True, position_bias=bias)
+    for mask in (seen, additive, BandMask((2, 1, 5, 5), x.device, 0, None, 0, None)):
+        torch.testing.assert_close(attend(layer, x, x, x, mask, position_bias=bias)[0], wanted)
+
+
+@pytest.mark.parametrize("keyword", ["output_attentions", "block_table", "indices"])
+def test_unknown_keyword_is_named(keyword: str) -> None:
+    x = torch.randn(1, 2, 3, 8)
+    attend(torch.nn.Identity(), x, x, x, None, **{keyword: None})
+    with pytest.raises(UnsupportedError, match=keyword):
+        attend(torch.nn.Identity(), x, x, x, None, **{keyword: True})
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 3), torch.ones(1, 1, 3, 3, dtype=torch.int64), "causal"], ids=str)
+def test_unknown_mask_is_named(mask: Any) -> None:
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UnsupportedError, match="attention_mask"):
+        attend(torch.nn.Identity(), x, x, x, mask)
+
+
+PATTERNS = {
+    "causal": masking_utils.causal_mask_function,
+    "bidirectional": masking_utils.bidirectional_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function(4),
+    "window to both sides": masking_utils.sliding_window_bidirectional_mask_function(4),
+}
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_band_is_the_mask_of_sdpa(pattern: str, before: int) -> None:
+    padding = torch.ones(2, before + 7, dtype=torch.bool)
+    padding[0, :2] = False
+    told: dict[str, Any] = {
+        "batch_size": 2, "q_length": 7, "kv_length": before + 7, "q_offset": before, "mask_function": PATTERNS[pattern],
+        "attention_mask": padding, "local_size": 4 if "window" in pattern else None,
+    }  # fmt: skip
+    mask = make_mask(**told)
+    assert isinstance(mask, BandMask)
+    wanted = masking_utils.sdpa_mask(**told)
+    other = torch.rand(2, 1, 7, before + 7) < 0.5
+    for got, want in ((mask.dense(), wanted), (mask & other, wanted & other), (mask[:, 0], wanted[:, 0]), (~mask, ~wanted)):
+        assert type(got) is Tensor and torch.equal(got, want)
+
+
+def test_band_takes_no_memory_of_the_matrix() -> None:
+    length = 2**16  # written out, the mask would take 4 GiB
+    told: dict[str, Any] = {"batch_size": 1, "q_length": length, "kv_length": length}
+    assert make_mask(**told) is None
+    mask = make_mask(**told, mask_function=PATTERNS["window"], local_size=4, attention_mask=torch.arange(length)[None] > 0)
+    assert isinstance(mask, BandMask) and mask.shape == (1, 1, length, length)
+    assert mask.keys is not None and mask.keys.shape == (1, length)
+
+
+def test_pattern_that_is_no_band_is_written_out() -> None:
+    chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+    told: dict[str, Any] = {"batch_size": 1, "q_length": 9, "kv_length": 9, "mask_function": chunks, "local_size": 4}
+    mask = make_mask(**told)
+    assert mask is not None and torch.equal(mask, masking_utils.sdpa_mask(**told))
