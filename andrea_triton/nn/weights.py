@@ -52,8 +52,10 @@ def replacing(path: Path | str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     try:
-        new.touch()  # before others make it, so that it has the usual permissions
+        new.touch()
+        mode = new.stat().st_mode  # the usual one, which some writers narrow
         yield new
+        new.chmod(mode)
         with new.open("rb+") as file:
             os.fsync(file.fileno())
         new.replace(path)

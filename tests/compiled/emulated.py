@@ -40,7 +40,7 @@ def machine(ptx: str, shared_bytes: int) -> Machine:
 
 
 def assemble_nothing(*_: Any, **__: Any) -> bytes:
-    """Stands for the assembler, which is most of the time that a compilation takes, and whose product the emulator does not read."""
+    """Stands for the assembler, most of the time that a compilation takes: the emulator does not read what it makes."""
     return b""
 
 
@@ -69,7 +69,7 @@ def emulated(target: str = "sm_80", tiles: Tiles | None = None, rewrite: Rewrite
     """Within it backend="interpreter" means compiled kernels in the emulator.
 
     Args:
-        target: sm_80 or sm_90.
+        target: sm_80, or another that has neither wgmma nor bulk copies.
         tiles: tilings to use instead of the library's.
         rewrite: changes the PTX that is run.
 

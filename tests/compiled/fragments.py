@@ -1,6 +1,6 @@
 """How the lanes of a warp hold matrices: registers [.., threads] to tiles [.., warps, rows, columns], and back.
 
-Source: PTX ISA 8.8, chapters 9.7.14.5 (mma, ldmatrix) and 9.7.15 (wgmma).
+Source: PTX ISA 8.8, chapter 9.7.14.5 (mma, ldmatrix).
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ def right_tile(registers: Sequence[Array], kind: str) -> Array:
 
 
 def spread(tile: Array) -> Array:
-    """Registers [2 * columns / 4, ctas, threads] of a tile [ctas, warps, 16, columns]: pairs of columns of rows g, then g + 8."""
-    ctas, warps, _, columns = tile.shape
-    parts = tile.reshape(ctas, warps, 2, 8, columns // 8, 4, 2)
-    return parts.transpose(4, 2, 6, 0, 1, 3, 5).reshape(columns // 2, ctas, warps * LANES)
+    """Registers [4, ctas, threads] of a product [ctas, warps, 16, 8]: a pair of columns of row g, then of row g + 8."""
+    ctas, warps = tile.shape[:2]
+    parts = tile.reshape(ctas, warps, 2, 8, 4, 2)
+    return parts.transpose(2, 5, 0, 1, 3, 4).reshape(4, ctas, warps * LANES)
 
 
 def matrix_rows(rows: Array, transposed: bool) -> Array:

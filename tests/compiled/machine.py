@@ -1,7 +1,8 @@
 """Run a program: all threads of a batch of CTAs in lockstep, one numpy operation per instruction.
 
 Registers are arrays that broadcast to [ctas, threads], unsigned and as wide as declared. A CTA whose branch goes another way than
-its batch's leaves the batch, with a copy of its state; threads of one CTA never part.
+its batch's leaves the batch, with a copy of its state; threads of one CTA part only around
+a few operations between registers, as library functions do for special cases.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.compiled.parse import Instruction, Program
 from tests.compiled.state import State, Step, full
 
 BATCH = 16  # CTAs that run together
+LONGEST_SPECIAL_CASE = 16  # instructions
 
 
 class Number(NamedTuple):
@@ -48,7 +50,7 @@ class Machine:
     def __init__(self, program: Program, shared_bytes: int) -> None:
         self.program, self.shared_bytes = program, shared_bytes
         self.cell = min((memory_steps.smallest_access(i) for i in program.instructions), default=16)
-        self.steps = [_step(instruction, program) for instruction in program.instructions]
+        self.steps = [_step(program, index) for index in range(len(program.instructions))]
 
     def launch(self, grid: tuple[int, int], arguments: Sequence[Any], memory: GlobalMemory) -> None:
         """Run every CTA of a grid.
@@ -86,11 +88,12 @@ class Machine:
                 waiting += state.split_off()
 
 
-def _step(instruction: Instruction, program: Program) -> Step:
+def _step(program: Program, index: int) -> Step:
     """What an instruction does to a state; its result, when not None, is where to go on."""
+    instruction = program.instructions[index]
     opcode = instruction.opcode
     if opcode in ("bra", "bra.uni", "ret"):
-        return _branch(instruction, program)
+        return _branch(program, index)
     if opcode in OPERATIONS:
         return _arithmetic(instruction, program)
     for room in (memory_steps, warp_steps):
@@ -112,16 +115,34 @@ def _arithmetic(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-def _branch(instruction: Instruction, program: Program) -> Step:
+def _branch(program: Program, index: int) -> Step:
+    """A branch that the threads of a CTA take together; or one over a few sums that only some of them make."""
+    instruction = program.instructions[index]
     target = len(program.instructions) if instruction.opcode == "ret" else program.labels[str(instruction.operands[0])]
     if not instruction.guard:
         return lambda state: target
-    read = reader(instruction.guard, np.dtype(bool), program)
+    read, skipped = reader(instruction.guard, np.dtype(bool), program), _predicated(program, index, target)
 
     def step(state: State) -> int | None:
         taken = full(read(state), state.shape)
-        if (taken != taken[:, :1]).any():
+        if (taken == taken[:, :1]).all():
+            return state.branch(taken[:, 0], target)
+        if not skipped:
             raise Divergence("threads of one CTA take both ways of a branch")
-        return state.branch(taken[:, 0], target)
+        for one in skipped:
+            one(state)
+        return target
 
     return step
+
+
+def _predicated(program: Program, index: int, target: int) -> list[Step]:
+    """The instructions that a branch jumps over, for the threads that do not take it: special cases of library functions, a few
+    operations between registers. Nothing where they are more than that."""
+    branch, jumped = program.instructions[index], program.instructions[index + 1 : max(target, index)]
+    changed = {instruction.operands[0] for instruction in jumped if instruction.operands}
+    plain = all(instruction.opcode in OPERATIONS and not instruction.guard for instruction in jumped)
+    if not plain or len(jumped) > LONGEST_SPECIAL_CASE or branch.guard.removeprefix("!") in changed:
+        return []
+    guard = branch.guard[1:] if branch.guard.startswith("!") else f"!{branch.guard}"
+    return [_arithmetic(instruction._replace(guard=guard), program) for instruction in jumped]

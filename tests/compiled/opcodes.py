@@ -14,7 +14,19 @@ from tests.compiled.values import Array
 
 BOOL, I2, I4, I8 = np.dtype(bool), np.dtype("i2"), np.dtype("i4"), np.dtype("i8")
 U2, U4, U8, F2, F4 = values.U2, values.U4, values.U8, values.F2, values.F4
-TYPES = {"pred": BOOL, "b16": U2, "b32": U4, "b64": U8, "s16": I2, "s32": I4, "s64": I8, "u32": U4, "u64": U8, "u16": U2, "f32": F4}
+TYPES = {
+    "pred": BOOL,
+    "b16": U2,
+    "b32": U4,
+    "b64": U8,
+    "s16": I2,
+    "s32": I4,
+    "s64": I8,
+    "u32": U4,
+    "u64": U8,
+    "u16": U2,
+    "f32": F4,
+}
 TYPES |= {"f16": F2, "bf16": U2}
 
 
@@ -89,7 +101,7 @@ OPERATIONS: dict[str, Operation] = {
     **_wide("mad.wide.s32 mad.wide.u32", lambda x, y, z: x * y + z),
     **_same("div.s32", 2, values.divided),
     **_same("rem.s32", 2, lambda x, y: x - y * values.divided(x, y)),
-    **_same("div.full.f32", 2, np.divide),
+    **_same("div.full.f32 div.approx.f32", 2, np.divide),
     **_same("neg.f32 neg.s32", 1, np.negative),
     **_same("abs.f32 abs.s32", 1, np.abs),
     **_same("min.s32 min.s64", 2, np.minimum),
@@ -97,13 +109,14 @@ OPERATIONS: dict[str, Operation] = {
     **_same("max.f32", 2, np.fmax),
     **_same("min.f32", 2, np.fmin),
     **_same("and.pred and.b16 and.b32 and.b64", 2, np.bitwise_and),
-    **_same("or.pred or.b32 or.b64", 2, np.bitwise_or),
+    **_same("or.pred or.b16 or.b32 or.b64", 2, np.bitwise_or),
     **_same("xor.pred xor.b32 xor.b64", 2, np.bitwise_xor),
     **_same("not.pred not.b32", 1, np.bitwise_not),
-    **_shift("shl.b32 shl.b64", values.shifted_left),
-    **_shift("shr.u32 shr.u64 shr.s32 shr.s64", values.shifted_right),
+    **_shift("shl.b16 shl.b32 shl.b64", values.shifted_left),
+    **_shift("shr.u16 shr.u32 shr.u64 shr.s32 shr.s64", values.shifted_right),
     "bfe.u32": Operation(U4, (U4, U4, U4), values.bit_field),
     "bfe.s32": Operation(I4, (I4, U4, U4), values.bit_field),
+    "prmt.b32": Operation(U4, (U4, U4, U4), values.permuted),
     **_select("selp.b16 selp.b32 selp.b64 selp.f32"),
     **_compare("setp.lt.s32 setp.lt.s64 setp.lt.u32 setp.lt.u64 setp.lt.f32", np.less),
     **_compare("setp.le.s32 setp.le.s64", np.less_equal),

@@ -35,7 +35,7 @@ def reader(operand: Operand, kind: np.dtype, program: Program) -> Read:
     negated = operand.startswith("!")
     name = operand.removeprefix("!")
     if name in program.registers:
-        if RAW[program.registers[name]].itemsize != kind.itemsize or negated != (negated and kind == bool):
+        if RAW[program.registers[name]].itemsize != kind.itemsize or negated != (negated and kind.kind == "b"):
             raise Unsupported(f"{operand} read as {kind}")
         return (lambda state: ~_register(state, name)) if negated else (lambda state: _register(state, name).view(kind))
     if name in _SPECIAL and kind.itemsize == 4:
@@ -70,7 +70,7 @@ def _constant(text: Operand, kind: np.dtype, program: Program) -> Array:
         return np.zeros((1, 1), kind)
     if not isinstance(text, str) or not _NUMBER.fullmatch(text):
         raise Unsupported(f"operand {text!r}")
-    if kind == bool:
+    if kind.kind == "b":
         return np.full((1, 1), int(text) != 0)
     bits = int(text[2:], 16) if text[1:2] in ("f", "F", "d", "D") else int(text, 0)
     return np.frombuffer((bits % 2 ** (8 * kind.itemsize)).to_bytes(kind.itemsize, "little"), kind).reshape(1, 1)

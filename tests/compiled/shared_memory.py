@@ -2,8 +2,7 @@
 
 Two warps are ordered only by a barrier, so within one interval between barriers a cell that one warp writes may not be
 touched by another, whatever order the emulator happens to run them in. An asynchronous copy owns its destination from its
-issue until its group is waited for; from then on it counts as a write of its warp. A wgmma reads its operands until it is
-waited for, and sees only what a proxy fence has published.
+issue until its group is waited for; from then on it counts as a write of its warp.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ SEVERAL = -1
 
 
 class SharedMemory:
-    """Bytes [ctas, size], and for each cell of `cell` bytes: the interval and warp of its last write and last read, whether a copy
-    to it is in flight, how many products read it, whether its last write is unpublished.
+    """Bytes [ctas, size], and for each cell of `cell` bytes: the interval and warp of its last write and last read, and whether a
+    copy to it is in flight.
 
     Args:
         ctas: CTAs of the batch.
@@ -33,8 +32,7 @@ class SharedMemory:
         shape = (ctas, padded // cell)
         self.written, self.writer = np.zeros(shape, np.int32), np.zeros(shape, np.int16)
         self.read, self.reader = np.zeros(shape, np.int32), np.zeros(shape, np.int16)
-        self.flying, self.unpublished = np.zeros(shape, bool), np.zeros(shape, bool)
-        self.multiplied = np.zeros(shape, np.int16)
+        self.flying = np.zeros(shape, bool)
 
     def part(self, keep: Array) -> SharedMemory:
         """The memory of some of the CTAs, copied."""
@@ -48,14 +46,10 @@ class SharedMemory:
     def barrier(self) -> None:
         self.interval += 1
 
-    def publish(self) -> None:
-        """fence.proxy.async: writes so far become visible to wgmma."""
-        self.unpublished[:] = False
-
     def load(self, cta: Array, warp: Array, address: Array, width: int, count: int) -> Array:
         """[lanes, count] unsigned numbers of `width` bytes at byte addresses [lanes] of CTAs [lanes], read by warps [lanes]."""
         self._check(address, width * count)
-        self.note_read(cta, warp, self._cells(cta, address, width * count))
+        self._note_read(cta, warp, self._cells(cta, address, width * count))
         return self._numbers(width)[self._index(cta, address, width, count)]
 
     def store(self, cta: Array, warp: Array, address: Array, numbers: Array) -> None:
@@ -66,7 +60,6 @@ class SharedMemory:
         changed = (view[index] != numbers).any()
         cells = self._cells(cta, address, width * count)
         self._note_write(warp, cells, bool(changed))
-        self.unpublished.reshape(-1)[cells] = True
         view[index] = numbers
         if changed and (view[index] != numbers).any():
             raise Race("one instruction stores different values to one place of shared memory")
@@ -86,29 +79,8 @@ class SharedMemory:
         self.flying.reshape(-1)[cells] = False
         self.written.reshape(-1)[cells] = self.interval
         self.writer.reshape(-1)[cells] = warp[:, None]
-        self.unpublished.reshape(-1)[cells] = True
 
-    def multiply(self, cta: Array, warp: Array, address: Array) -> tuple[Array, Array]:
-        """(16-bit numbers at the addresses [warpgroups, n], their cells) as an asynchronous product of the warps from `warp` on
-        reads them; the cells are held until `release`."""
-        rows = np.broadcast_to(cta[:, None], address.shape)
-        self._check(address, 2)
-        cells = self._cells(rows.reshape(-1), address.reshape(-1), 2)
-        for array, what in (
-            (self.written.reshape(-1)[cells] == self.interval, "written since the last barrier"),
-            (self.unpublished.reshape(-1)[cells], "written and not published by a proxy fence"),
-        ):
-            if array.any():
-                raise Race(f"a wgmma reads shared memory that was {what}")
-        for w in range(4):
-            warps = np.broadcast_to((warp + w)[:, None], address.shape).reshape(-1)
-            self.note_read(rows.reshape(-1), warps, cells)
-        unique = np.unique(cells)
-        self.multiplied.reshape(-1)[unique] += 1
-        numbers = self._numbers(2)[self._index(rows.reshape(-1), address.reshape(-1), 2, 1)]
-        return numbers.reshape(address.shape), unique
-
-    def note_read(self, cta: Array, warp: Array, cells: Array) -> None:
+    def _note_read(self, cta: Array, warp: Array, cells: Array) -> None:
         """Record a read; raises unless what it sees is settled."""
         who, interval = warp[:, None], self.interval
         written = self.written.reshape(-1)[cells]
@@ -130,8 +102,6 @@ class SharedMemory:
         read, reader = self.read.reshape(-1)[cells], self.reader.reshape(-1)[cells]
         if self.flying.reshape(-1)[cells].any():
             raise Race("a write over shared memory to which a copy is in flight")
-        if self.multiplied.reshape(-1)[cells].any():
-            raise Race("a write over an operand of a wgmma that was not waited for")
         if ((read == self.interval) & (reader != who)).any():
             raise Race("a warp writes over what another read since the last barrier")
         if changed and ((written[cells] == self.interval) & (writer[cells] != who)).any():
@@ -140,7 +110,9 @@ class SharedMemory:
 
     def _check(self, address: Array, size: int) -> None:
         if ((address < 0) | (address + size > self.size) | (address % size != 0)).any():
-            raise MemoryFault(f"{size} bytes at {int(address.max())} of shared memory, which has {self.size}: outside or misaligned")
+            raise MemoryFault(
+                f"{size} bytes at {int(address.max())} of shared memory, which has {self.size}: outside or misaligned"
+            )
 
     def _numbers(self, width: int) -> Array:
         return self.data.reshape(-1).view(f"u{width}")

@@ -25,7 +25,7 @@ ret;
 
 
 def run(body: str, arrays: Sequence[Array], threads: int = 32, shared: int = 0, grid: tuple[int, int] = (1, 1)) -> list[Array]:
-    """Run a body with %r0 the thread, %r1 the block and %rd0, %rd1 .. the addresses of copies of the arrays; gives the copies back.
+    """Run a body with %r0 the thread, %r1 the block and %rd0, %rd1 .. the addresses of copies of the arrays. Gives the copies.
 
     Args:
         body: PTX.

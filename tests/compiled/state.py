@@ -16,7 +16,7 @@ LANES = 32
 
 
 class Copy(NamedTuple):
-    """An asynchronous copy by every thread for which `live`: numbers [ctas, threads, count] to shared addresses [ctas, threads]."""
+    """A copy by the threads for which `live`: numbers [ctas, threads, count] to shared addresses [ctas, threads]."""
 
     live: Array
     address: Array
@@ -26,20 +26,11 @@ class Copy(NamedTuple):
         return Copy(*(x[keep] for x in self))
 
 
-class Held(NamedTuple):
-    """Cells of shared memory [ctas, n] that a product reads until it is waited for."""
-
-    cells: Array
-
-    def part(self, keep: Array) -> Held:
-        return Held(self.cells[keep])
-
-
 Pending = list[Copy]
 
 
 class State:
-    """Registers, shared memory, copies and products under way, and the place in the program, of CTAs [ctas] by their block ids."""
+    """Registers, shared memory, copies under way, and the place in the program, of CTAs [ctas] by their block ids."""
 
     program: Program
     ctas: Array
@@ -64,13 +55,10 @@ class State:
         state.threads, state.at = program.threads, 0
         state.shared, state.registers = SharedMemory(len(ctas), shared_bytes, cell), {}
         state.copies, state.copy_groups, state.parted = [], [], []
-        state.products, state.product_groups = [], []
         return state
 
     def __init__(self) -> None:
         self.parted: list[State] = []
-        self.products: list[Held] = []
-        self.product_groups: list[list[Held]] = []
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,12 +73,10 @@ class State:
         other.registers = {name: x[keep] if len(x) > 1 else x for name, x in self.registers.items()}
         other.copies = [copy.part(keep) for copy in self.copies]
         other.copy_groups = [[copy.part(keep) for copy in group] for group in self.copy_groups]
-        other.products = [held.part(keep) for held in self.products]
-        other.product_groups = [[held.part(keep) for held in group] for group in self.product_groups]
         return other
 
     def branch(self, taken: Array, target: int) -> int | None:
-        """Where CTAs go for which taken [ctas] is true (target) or false (on): when they part, those that go on leave the batch."""
+        """Where CTAs go: to the target where taken [ctas], else on (None). When they part, those that go on leave the batch."""
         if taken.all() or not taken.any():
             return target if taken.all() else None
         leaving = self.part(~taken)

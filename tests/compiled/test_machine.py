@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from tests.compiled import snippets
 from tests.compiled.faults import Divergence, Fault, MemoryFault, Race, Unsupported
+from tests.compiled.global_memory import GlobalMemory
 from tests.compiled.parse import parse
 from tests.compiled.values import Array
 
@@ -58,11 +60,16 @@ def test_a_guarded_load_leaves_the_other_lanes_alone() -> None:
     np.testing.assert_array_equal(got, np.where(words() < 5, 7, words()))
 
 
+def test_threads_may_part_around_a_special_case() -> None:
+    (got,) = execute(f"{LOAD}setp.lt.u32 %p1, %r0, 9;\n@%p1 bra $L_end;\nadd.s32 %r3, %r3, 100;\n$L_end:\n{STORE}")
+    np.testing.assert_array_equal(got, np.where(words() < 9, words(), words() + 100))
+
+
 FAULTS: tuple[tuple[str, type[Fault], str], ...] = (
     ("st.shared.b32 [%r2], %r0;\n" + REVERSED + "ld.shared.b32 %r3, [%r4];\n", Race, "reads what another wrote"),
     ("st.shared.b32 [%r2], %r0;\nbar.sync 0;\n" + REVERSED + "ld.shared.b32 %r3, [%r4];\nst.shared.b32 [%r2], %r0;\n", Race,
      "writes over what another read"),
-    ("st.shared.b32 [0], %r0;\n", Unsupported, "address"),
+    ("st.shared.b32 [global_smem], %r0;\n", Race, "different values"),
     ("and.b32 %r5, %r2, 127;\nst.shared.b32 [%r5], %r0;\n", Race, "different values"),
     ("st.shared.b32 [%r2], %r0;\n" + REVERSED + "add.s32 %r5, %r0, 1;\nst.shared.b32 [%r4], %r5;\n", Race, "different values"),
     ("ld.shared.b32 %r3, [%r2];\n", MemoryFault, "never written"),
@@ -100,10 +107,6 @@ def test_two_ctas_must_not_meet_where_one_writes(first: str) -> None:
 
 
 def test_gaps_of_a_strided_tensor_are_out_of_bounds() -> None:
-    import torch
-
-    from tests.compiled.global_memory import GlobalMemory
-
     buffer = torch.zeros(4, 8)
     memory = GlobalMemory({"x": buffer[:, :6]})
     ctas = np.zeros(1, np.int32)

@@ -15,7 +15,23 @@ from tests.compiled.values import Array
 
 BITS = {"u2": "b16", "i2": "b16", "f2": "b16", "u4": "b32", "i4": "b32", "f4": "b32", "u8": "b64", "i8": "b64", "b1": "b32"}
 PREFIX = {"b16": "rs", "b32": "r", "b64": "rd"}
-FLOATS = (0.0, -0.0, 1.0, -2.5, 3.3e38, 1e-40, -1e-44, math.inf, -math.inf, math.nan, 65504.0, 1 / 3, 6e-8, 1.00390625, 1.01171875)
+FLOATS = (
+    0.0,
+    -0.0,
+    1.0,
+    -2.5,
+    3.3e38,
+    1e-40,
+    -1e-44,
+    math.inf,
+    -math.inf,
+    math.nan,
+    65504.0,
+    1 / 3,
+    6e-8,
+    1.00390625,
+    1.01171875,
+)
 EXTREMES = (0, 1, -1, 2, 31, 33, 63, 255, 2**15 - 1, -(2**15), 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63))
 F32 = np.float32
 
@@ -71,6 +87,13 @@ def f16_bits(x: float) -> int:
     return int(torch.tensor(x, dtype=torch.float32).half().view(torch.int16)) & 0xFFFF
 
 
+def chosen(x: int, y: int, selector: int) -> int:
+    """Bytes by numpy: index, then the sign where it is asked for."""
+    source, wanted = list(x.to_bytes(4, "little") + y.to_bytes(4, "little")), [selector >> 4 * i & 15 for i in range(4)]
+    picked = [source[n & 7] if n < 8 else 255 * (source[n & 7] >> 7) for n in wanted]
+    return int.from_bytes(bytes(picked), "little")
+
+
 def pick(low: float, high: float, want: Callable[[float, float], float]) -> float:
     """The smaller or larger number; the other one of a NaN."""
     return high if math.isnan(low) else low if math.isnan(high) else want(low, high)
@@ -91,6 +114,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "div": truncated,
     "rem": lambda x, y: x - y * truncated(x, y),
     "div.full": quotient,
+    "div.approx": quotient,
     "neg": lambda x: -x,
     "abs": abs,
     "and": lambda x, y: x & y,
@@ -111,6 +135,7 @@ ONE_BY_ONE: dict[str, Callable[..., Any]] = {
     "max.f32": lambda x, y: pick(x, y, max),
     "setp.ne.f32": lambda x, y: x != y and not math.isnan(x) and not math.isnan(y),
     "not.pred": lambda x: not x,
+    "prmt.b32": chosen,
     "bfe.u32": lambda x, p, n: field(x, p, n, 32, False),
     "bfe.s32": lambda x, p, n: field(x, p, n, 32, True),
     "cvt.f32.bf16": lambda x: float(np.array([x << 16], np.uint32).view(F32)[0]),
@@ -136,13 +161,13 @@ def formula(opcode: str) -> Callable[..., Any]:
         "setp.ne": lambda x, y: x != y,
         "not": lambda x: ~x,
     }
-    return others[stem] if stem in others else (lambda x: x)
+    return others.get(stem, lambda x: x)
 
 
 def samples(kind: np.dtype, seed: int) -> Array:
     """Extremes and random numbers of a type."""
     generator = np.random.default_rng(seed)
-    if kind == bool:
+    if kind.kind == "b":
         return generator.integers(0, 2, 64).astype(np.uint32)
     if kind.kind == "f":
         values = np.array([*FLOATS, *generator.normal(size=64 - len(FLOATS)) * 10], np.float64)
@@ -177,7 +202,7 @@ def program(opcode: str, kinds: list[str], result: str) -> str:
 
 def wrapped(value: Any, kind: np.dtype) -> Any:
     """A Python number as the type holds it."""
-    if kind == bool:
+    if kind.kind == "b":
         return np.uint32(bool(value))
     if kind.kind == "f":
         return np.float64(value).astype(kind)
@@ -198,7 +223,7 @@ def test_opcode(opcode: str) -> None:
     compute = formula(opcode)
     with np.errstate(all="ignore"):
         want = np.array([wrapped(compute(*lane), operation.result) for lane in zip(*(x.tolist() for x in inputs), strict=True)])
-    if ".approx" in opcode or ".full" in opcode:
+    if ".approx" in opcode or ".full" in opcode:  # which the hardware does to two units in the last place
         np.testing.assert_allclose(got, want, rtol=3e-7)
     else:
         np.testing.assert_array_equal(got, want)
@@ -257,7 +282,8 @@ def test_matrix_load_transposed() -> None:
     np.testing.assert_array_equal(got, want)
 
 
-def test_butterfly() -> None:
-    body = snippets.own(20, 0, 4) + "shfl.sync.bfly.b32 %r2, %r0, 5, 31, -1;\nst.global.b32 [%rd20], %r2;\n"
+@pytest.mark.parametrize(("mode", "want"), [("bfly", np.arange(64) ^ 5), ("idx", np.arange(64) // 32 * 32 + 5)])
+def test_shuffle(mode: str, want: Array) -> None:
+    body = snippets.own(20, 0, 4) + f"shfl.sync.{mode}.b32 %r2, %r0, 5, 31, -1;\nst.global.b32 [%rd20], %r2;\n"
     (got,) = snippets.run(body, [np.zeros(64, np.uint32)], threads=64)
-    np.testing.assert_array_equal(got, np.arange(64) ^ 5)
+    np.testing.assert_array_equal(got, want)

@@ -76,6 +76,19 @@ def bit_field(x: Array, position: Array, length: Array) -> Array:
     return np.where(count == 0, 0, field).astype(x.dtype)
 
 
+def permuted(x: Array, y: Array, selector: Array) -> Array:
+    """Four bytes out of the eight of x (0 to 3) and y (4 to 7), each named by a nibble of the selector; with the nibble's highest
+    bit set it is the sign of that byte, spread over all its bits."""
+    both = (y.astype(U8) << np.uint64(32)) | x.astype(U8)
+    result = np.uint32(0)
+    for place in range(4):
+        nibble = (selector >> np.uint32(4 * place)) & np.uint32(15)
+        byte = ((both >> (8 * (nibble & 7)).astype(U8)) & np.uint64(255)).astype(U4)
+        sign = np.where(byte >= 128, np.uint32(255), np.uint32(0))
+        result = result | np.where(nibble >= 8, sign, byte) << np.uint32(8 * place)
+    return np.asarray(result)
+
+
 def ordered_unequal(x: Array, y: Array) -> Array:
     """x != y, and neither is NaN."""
     return (x < y) | (x > y)

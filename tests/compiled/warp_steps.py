@@ -30,8 +30,8 @@ def step(instruction: Instruction, program: Program) -> Step | None:
         return _product(instruction, match[1], program)
     if match := _ROWS.fullmatch(instruction.opcode):
         return _matrix_rows(instruction, int(match[1]), match[2] is not None, program)
-    if instruction.opcode == "shfl.sync.bfly.b32" and instruction.operands[3:] == ("31", "-1"):
-        return _butterfly(instruction, program)
+    if instruction.opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32") and instruction.operands[3:] == ("31", "-1"):
+        return _shuffle(instruction, ".bfly." in instruction.opcode, program)
     return None
 
 
@@ -80,14 +80,15 @@ def _matrix_rows(instruction: Instruction, matrices: int, transposed: bool, prog
     return step
 
 
-def _butterfly(instruction: Instruction, program: Program) -> Step:
+def _shuffle(instruction: Instruction, butterfly: bool, program: Program) -> Step:
+    """Each lane takes the value of another of its warp: of the lane given, or (butterfly) of its own number xor the one given."""
     target, source, lane, *_ = instruction.operands
-    read, mask = reader(source, U4, program), reader(lane, U4, program)
+    read, given = reader(source, U4, program), reader(lane, U4, program)
     write = writer(target, U4, program, "")
 
     def step(state: State) -> None:
         own = np.arange(state.threads, dtype=np.int64)[None] % LANES
-        other = full(own ^ mask(state), state.shape)
+        other = full((own ^ given(state) if butterfly else 0 * own + given(state)) % LANES, state.shape)
         write(state, fragments.shuffled(full(read(state), state.shape), other))
 
     return step

@@ -18,7 +18,7 @@ import torch.distributed as dist
 CONTEXT = get_context("forkserver" if sys.platform == "linux" else "spawn")
 if sys.platform == "linux":
     CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "andrea_triton.distributed"])
-PATIENCE = 120.0  # seconds until a rank that does not answer is a failure
+PATIENCE = 60.0  # seconds until a rank that does not answer is a failure
 
 
 class Failed(Exception):

@@ -16,6 +16,7 @@ from tests.distributed.ranks import Ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, STEPS = 23, 32, 4, 48, 2, 6
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Total = Callable[[Iterable[Tensor]], None]
 
 
 class Block(nn.Module):

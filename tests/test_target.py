@@ -1,0 +1,124 @@
+"""The machine is chosen by the tensor's device; fakes stand in for the machines that are not here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from andrea_triton import UnsupportedError, attention, explain, ops, target
+
+CAPABILITIES = [(8, 0), (9, 0)]
+DEVICES = ["cuda:0", "cuda:1", "xpu:1"]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What one fake machine answered is not kept for the next."""
+    target._device_target.cache_clear()
+    yield
+    target._device_target.cache_clear()
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An sm_80 card, which is the current one, and an sm_90 card."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: CAPABILITIES[index])
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "torch"), ("cuda:0", "triton"), ("cuda:1", "triton"), ("xpu:0", "triton"), ("mps", "torch"), ("meta", "torch")],
+)
+def test_backend_of_a_device(monkeypatch: pytest.MonkeyPatch, device: str, backend: str) -> None:
+    monkeypatch.setattr(target, "has_triton", lambda: True)
+    assert target.default_backend(torch.device(device)) == backend
+    assert torch.device(device).type in target.reason(torch.device(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_triton_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(target, "has_triton", lambda: False)
+    assert target.default_backend(torch.device(device)) == "torch"
+    assert "pip install triton" in target.reason(torch.device(device))
+    with pytest.raises(UnsupportedError, match="Triton is missing"):
+        target.check_backend("triton", torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("triton", "cpu"), ("triton", "mps"), ("interpreter", "cuda:1"), ("interpreter", "xpu:0")]
+)
+def test_a_backend_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch, name: str, device: str) -> None:
+    monkeypatch.setattr(target, "has_triton", lambda: True)
+    with pytest.raises(UnsupportedError, match="backend="):
+        target.check_backend(name, torch.device(device))
+
+
+def test_the_card_of_the_tensor_not_the_current_one(two_cards: None) -> None:
+    assert target.target_of(torch.device("cuda:1")) == "sm_90"
+    assert target.target_of(torch.device("cuda:0")) == "sm_80"
+    assert target.target_of(torch.device("cuda")) == "sm_80"
+    assert target.target_of(torch.device("cpu")) == "interpreter"
+    assert target.target_of(torch.device("xpu:1")) == "xpu"
+
+
+def test_hip(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["gfx90a:sramecc+:xnack-", "gfx942:sramecc+:xnack-"]
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=names[index]))
+    assert target.target_of(torch.device("cuda:1")) == "gfx942"
+    assert target.target_of(torch.device("cuda:0")) == "gfx90a"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_start_under_the_tensors_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Each library's own context manager is asked, with the tensor's device."""
+    run = pytest.importorskip("andrea_triton.launch.run", exc_type=ModuleNotFoundError)
+    current: list[Any] = [torch.device("cuda:0")]
+    started = []
+
+    @contextmanager
+    def entered(there: torch.device) -> Iterator[None]:
+        current.append(there)
+        yield
+        current.pop()
+
+    other = "xpu" if device.startswith("cuda") else "cuda"
+    monkeypatch.setattr(getattr(torch, torch.device(device).type), "device", entered)
+    monkeypatch.setattr(getattr(torch, other), "device", lambda there: pytest.fail(f"{other} was asked for {there}"))
+    monkeypatch.setattr(run, "_start", lambda launch, problem: started.append(current[-1]))
+    run.execute([SimpleNamespace(grid=(1, 1))], SimpleNamespace(device=torch.device(device)), "triton")
+    assert started == [torch.device(device)]
+    assert current == [torch.device("cuda:0")]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_call_takes_the_backend_of_its_tensors(monkeypatch: pytest.MonkeyPatch, two_cards: None, device: str) -> None:
+    """Fake tensors have a device and no memory; what the public function hands on is what counts."""
+    taken = []
+
+    def attend(problem: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sinks: Any, backend: str) -> Any:
+        taken.append((backend, problem.device))
+        return torch.empty_like(q), q.new_empty(q.shape[:3])
+
+    monkeypatch.setattr(target, "has_triton", lambda: True)
+    monkeypatch.setattr(ops, "attend", attend)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 16, 8, device=device)
+        assert attention(q, q, q, causal=True).device == torch.device(device)
+        assert explain(q, q, q).backend == "triton"
+    assert taken == [("triton", torch.device(device))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_lie_on_the_device_of_the_inputs(device: str) -> None:
+    """Through the operators, whose fakes say where every result is."""
+    with FakeTensorMode(), torch.no_grad():
+        q = torch.empty(1, 2, 16, 8, device=device)
+        results = attention(q, q, q, causal=True, return_lse=True, backend="torch")
+    assert {t.device for t in results} == {torch.device(device)}
