@@ -66,9 +66,7 @@ def check_backend(name: str, device: torch.device) -> None:
 
 
 @functools.cache
-def _device_target(kind: str, index: int) -> str:
-    if kind == "xpu":
-        return "xpu"
+def _device_target(index: int) -> str:
     if torch.version.hip is not None:
         return str(torch.cuda.get_device_properties(index).gcnArchName).split(":")[0]
     major, minor = torch.cuda.get_device_capability(index)
@@ -77,10 +75,10 @@ def _device_target(kind: str, index: int) -> str:
 
 def target_of(device: torch.device) -> str:
     """The name under which launch/configs.py knows a device: sm_80, gfx942, xpu, or interpreter for the CPU."""
-    if device.type == "cpu":
-        return "interpreter"
+    if device.type in ("cpu", "xpu"):
+        return "interpreter" if device.type == "cpu" else "xpu"
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return _device_target(device.type, index)
+    return _device_target(index)
 
 
 def current(device: torch.device) -> Any:

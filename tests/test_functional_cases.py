@@ -131,18 +131,17 @@ def test_c15_huge_strides(backend: str) -> None:
     buffer = torch.empty(16 * far + 64, dtype=F16)
     view = buffer.as_strided((2, 2, 3, 16), (8 * far, 3 * far, far, 1))
     inputs = make_inputs(Case("C15", B=2, HQ=2, M=3, D=16, causal=True), F16)
-    spread = [view.copy_(x) if i == 0 else x for i, x in enumerate(inputs[:3])]
-    for at in range(3):
-        moved = [spread[0] if i == at else x for i, x in enumerate(inputs[:3])]
-        view.copy_(inputs[at])
-        got, wanted = run(inputs._replace(q=moved[0], k=moved[1], v=moved[2]), by(backend)), run(inputs, by(backend))
-        assert all(a is b or torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), "qkv"[at]
+    wanted = run(inputs, by(backend))
+    for name in ("q", "k", "v", "dout"):
+        got = run(inputs._replace(**{name: view.copy_(getattr(inputs, name))}), by(backend))
+        assert all(a is b or torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), name
 
 
 def test_c15_a_bias_whose_columns_lie_far_apart(backend: str) -> None:
-    buffer = torch.empty(600 * 2**22 + 8, dtype=F16)
+    """It starts 2^31 elements into the buffer, so that an offset of 32 bits reads a wrong number there and not beyond it."""
+    buffer = torch.empty(2**31 + 600 * 2**22, dtype=F16)
     inputs = make_inputs(Case("C15", HQ=1, M=2, N=600, D=16, bias=(2, 600)), F16)
-    bias = buffer.as_strided((2, 600), (1, 2**22)).copy_(inputs.extras["bias"])
+    bias = buffer.as_strided((2, 600), (1, 2**22), 2**31).copy_(inputs.extras["bias"])
     got, wanted = run(inputs._replace(extras={"bias": bias}), by(backend)), run(inputs, by(backend))
     assert all(a is b or torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 

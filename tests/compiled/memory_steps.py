@@ -42,6 +42,8 @@ def step(instruction: Instruction, program: Program) -> Step | None:
         return _commit
     if opcode == "cp.async.wait_group":
         return _wait(int(str(instruction.operands[0]), 0))
+    if opcode == "bar.warp.sync":
+        return lambda state: None  # lanes of a warp are in step anyway
     if opcode == "bar.sync" and instruction.operands == ("0",):
         return _barrier(instruction, program)
     return None

@@ -18,7 +18,7 @@ from andrea_triton.kernels import backward, bands, decode, dropout, forward, num
 from andrea_triton.launch.configs import Config
 from andrea_triton.testing import Case, check, make_inputs
 from tests.compiled.emulated import Rewrite, emulated
-from tests.compiled.faults import Fault
+from tests.compiled.faults import Fault, Unsupported
 from tests.compiled.test_kernels import attend
 
 TILES = dict.fromkeys(("forward", "dkdv", "dq"), Config(32, 32, 2, 2))
@@ -172,6 +172,8 @@ def finding(case: Case, rewrite: Rewrite | None = None) -> str:
     try:
         with emulated(tiles=TILES, rewrite=rewrite):
             check(make_inputs(case, torch.float16), attend, case.name)
+    except Unsupported:
+        raise
     except (Fault, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

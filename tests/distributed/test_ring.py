@@ -206,3 +206,20 @@ def backward_calls(group: Any) -> tuple[int, int]:
 def test_calls_that_see_nothing_are_not_made(ranks: Ranks) -> None:
     """Three calls on the own keys (or one, where the two chunks are neighbours), one on those of each other rank."""
     assert ranks.run(backward_calls, 4) == [(6, 6), (6, 6), (6, 6), (4, 4)]
+
+
+def compiled(group: Any) -> bool:
+    """Whether a compiled function with a ring in its middle gives what it gives uncompiled, and the gradient too."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ring_attention(2 * x, x, x, group=group, causal=True).square()
+
+    x, y = (torch.linspace(-1, 1, 128).view(1, 1, 16, 8).requires_grad_() for _ in range(2))
+    ours, theirs = torch.compile(model, backend="eager")(x), model(y)
+    ours.sum().backward()
+    theirs.sum().backward()
+    return torch.equal(ours, theirs) and torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+
+
+def test_in_a_compiled_model(ranks: Ranks) -> None:
+    assert ranks.run(compiled, 2) == [True, True]
