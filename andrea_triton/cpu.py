@@ -62,7 +62,7 @@ def mask_of(problem: Problem) -> tuple[Tensor | None, bool]:
     mask = torch.zeros((), dtype=problem.dtype, device=problem.device)
     if extras.bias is not None:
         mask = unexpanded(extras.bias).to(problem.dtype)
-    return torch.where(seen, mask, float("-inf")), False
+    return torch.where(seen, mask, float("-inf")).contiguous(), False
 
 
 def unexpanded(t: Tensor) -> Tensor:
@@ -73,12 +73,18 @@ def unexpanded(t: Tensor) -> Tensor:
     return t
 
 
+def unit_stride(t: Tensor) -> Tensor:
+    """t, or a copy of it where its last dim has a stride that PyTorch's fused attention would take for 1."""
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse), no gradient: shapes and dtypes as reference()."""
     if not fused(problem, q, k):
         with torch.no_grad():
             return reference(problem, q, k, v)
     mask, is_causal = mask_of(problem)
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(q, k, v, 0.0, is_causal, attn_mask=mask, scale=problem.scale)
     empty = None if mask is None else (mask == float("-inf")).all(-1)
@@ -88,6 +94,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> list[Tensor]:
     """dq, dk, dv of a problem that fused() accepts, for a gradient of out alone."""
     mask, is_causal = mask_of(problem)
+    q, k, v, dout = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(dout)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lse = lse.masked_fill(lse == float("-inf"), 0.0)
     grads = op(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=problem.scale)

@@ -29,8 +29,9 @@ class replace_sdpa(TorchFunctionMode):
     which reach torch's attention below this level. (Their fused path for inference steps aside while any mode is active, so they
     take the same modules' ordinary path.) Attention that is called in C++ or a compiled graph made outside is not caught either.
 
-    A layer under activation checkpointing runs again in the backward: call backward inside the `with` too. Every torch function
-    called inside costs about a microsecond more.
+    torch runs every backward without modes. A layer under activation checkpointing, which runs again there, has to be told: by
+    `checkpoint(layer, x, use_reentrant=False, context_fn=lambda: (replace_sdpa(), replace_sdpa()))`, or by a `with` inside it.
+    Every torch function called inside costs about a microsecond more.
 
     Raises:
         AndreaError: from a call inside, as `andrea_triton.scaled_dot_product_attention`.
@@ -51,7 +52,13 @@ class replace_sdpa(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The library's attention in place of torch's; everything else as it is."""
         if func is torch.nn.functional.scaled_dot_product_attention:
+            if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *(kwargs or {}).values())):
+                raise UnsupportedError(
+                    "a nested tensor", "replace_sdpa", "use varlen_attention on nested.values() and nested.offsets()"
+                )
             return scaled_dot_product_attention(*args, **(kwargs or {}))
+        if func is Tensor.unflatten:  # a Python method that Dynamo cannot look into below a mode; this one it need not
+            return torch.unflatten(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -92,8 +99,8 @@ class _FlashKernels:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False,
+    *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """aten::_scaled_dot_product_flash_attention: out, lse, and what its backward is handed; the seed is the generator's state."""
     if return_debug_mask:

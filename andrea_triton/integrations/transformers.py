@@ -46,14 +46,14 @@ class BandMask(Tensor):
     right: int | None
     keys: Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls, shape: tuple[int, ...], device: torch.device, start: int, left: int | None, right: int | None, keys: Tensor | None
     ) -> BandMask:
         """A tensor without memory of its own."""
-        mask: BandMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        mask: BandMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.start, mask.left, mask.right, mask.keys = start, left, right, keys
         return mask
 
@@ -62,7 +62,7 @@ class BandMask(Tensor):
         return f"BandMask({tuple(self.shape)}, start={self.start}, left={self.left}, right={self.right}, keys={self.keys})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """The operation on the mask written out."""
         args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, BandMask) else x, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -106,7 +106,8 @@ def _arithmetic(instruction: Instruction, program: Program) -> Step:
     operation, operands = OPERATIONS[instruction.opcode], instruction.operands
     if len(operands) != len(operation.operands) + 1:
         raise Unsupported(f"{instruction.opcode} with {len(operands)} operands at {instruction.place}")
-    sources = [reader(x, kind, program) for x, kind in zip(operands[1:], operation.operands, strict=True)]
+    low = instruction.opcode.startswith("cvt.")
+    sources = [reader(x, kind, program, low) for x, kind in zip(operands[1:], operation.operands, strict=True)]
     write, compute = writer(operands[0], operation.result, program, instruction.guard), operation.compute
 
     def step(state: State) -> None:

@@ -15,7 +15,7 @@ from tests.compiled.values import Array
 Read = Callable[[State], Array]
 Write = Callable[[State, Array], None]
 RAW = {0: np.dtype(bool), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
-_NUMBER = re.compile(r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0[xX][0-9a-fA-F]+|-?\d+")
+_NUMBER = re.compile(r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?(?:0[xX][0-9a-fA-F]+|\d+)U?")
 _SPECIAL: dict[str, Read] = {
     "%tid.x": lambda state: np.arange(state.threads, dtype=np.uint32)[None],
     "%ctaid.x": lambda state: state.ctas[:, :1].astype(np.uint32),
@@ -24,8 +24,9 @@ _SPECIAL: dict[str, Read] = {
 }
 
 
-def reader(operand: Operand, kind: np.dtype, program: Program) -> Read:
+def reader(operand: Operand, kind: np.dtype, program: Program, low: bool = False) -> Read:
     """A function from the state to the operand's value, of type `kind`, broadcastable to [ctas, threads].
+    low: a wider register gives its low bits, as conversions allow.
 
     Raises:
         Unsupported: it is no operand of that type.
@@ -35,7 +36,11 @@ def reader(operand: Operand, kind: np.dtype, program: Program) -> Read:
     negated = operand.startswith("!")
     name = operand.removeprefix("!")
     if name in program.registers:
-        if RAW[program.registers[name]].itemsize != kind.itemsize or negated != (negated and kind.kind == "b"):
+        raw = RAW[program.registers[name]]
+        if low and raw.itemsize > kind.itemsize > 1 and kind.kind in "iu":
+            unsigned = np.dtype(f"u{kind.itemsize}")
+            return lambda state: _register(state, name).astype(unsigned).view(kind)
+        if raw.itemsize != kind.itemsize or negated != (negated and kind.kind == "b"):
             raise Unsupported(f"{operand} read as {kind}")
         return (lambda state: ~_register(state, name)) if negated else (lambda state: _register(state, name).view(kind))
     if name in _SPECIAL and kind.itemsize == 4:
@@ -72,7 +77,7 @@ def _constant(text: Operand, kind: np.dtype, program: Program) -> Array:
         raise Unsupported(f"operand {text!r}")
     if kind.kind == "b":
         return np.full((1, 1), int(text) != 0)
-    bits = int(text[2:], 16) if text[1:2] in ("f", "F", "d", "D") else int(text, 0)
+    bits = int(text[2:], 16) if text[1:2] in ("f", "F", "d", "D") else int(text.removesuffix("U"), 0)
     return np.frombuffer((bits % 2 ** (8 * kind.itemsize)).to_bytes(kind.itemsize, "little"), kind).reshape(1, 1)
 
 

@@ -58,12 +58,6 @@ def truncated(x: int, y: int) -> int:
     return int(math.copysign(abs(x) // abs(y), x * y)) if y else -1
 
 
-def log2(x: float) -> float:
-    if math.isnan(x) or x < 0:
-        return math.nan
-    return -math.inf if x == 0 else math.log2(x)
-
-
 def exp2(x: float) -> float:
     return math.inf if x >= 128 else flush(2.0**x)
 
@@ -116,7 +110,6 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "div.full": quotient,
     "div.approx": quotient,
     "neg": lambda x: -x,
-    "abs": abs,
     "and": lambda x, y: x & y,
     "or": lambda x, y: x | y,
     "xor": lambda x, y: x ^ y,
@@ -128,13 +121,10 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "setp.eq": lambda x, y: x == y,
     "setp.neu": lambda x, y: x != y,
     "ex2.approx.ftz": exp2,
-    "lg2.approx.ftz": lambda x: log2(flush(x)),
 }
 ONE_BY_ONE: dict[str, Callable[..., Any]] = {
     "min.f32": lambda x, y: pick(x, y, min),
     "max.f32": lambda x, y: pick(x, y, max),
-    "setp.ne.f32": lambda x, y: x != y and not math.isnan(x) and not math.isnan(y),
-    "not.pred": lambda x: not x,
     "prmt.b32": chosen,
     "bfe.u32": lambda x, p, n: field(x, p, n, 32, False),
     "bfe.s32": lambda x, p, n: field(x, p, n, 32, True),
@@ -234,6 +224,13 @@ def test_shifts_and_floats_take_constants() -> None:
     body += "mul.f32 %r5, %r4, 0f3F000000;\nst.global.b32 [%rd20], %r5;\n"
     (got,) = snippets.run(body, [np.zeros(32, F32)])
     np.testing.assert_array_equal(got, (np.arange(32) * 8 - 5) * F32(0.5))
+
+
+def test_a_conversion_reads_the_low_bits_of_a_wider_register() -> None:
+    body = snippets.own(20, 0, 8) + "ld.global.b64 %rd2, [%rd20];\ncvt.s64.s32 %rd3, %rd2;\nst.global.b64 [%rd20], %rd3;\n"
+    numbers = (np.arange(32) - 7) * (2**31 - 5)
+    (got,) = snippets.run(body, [numbers])
+    np.testing.assert_array_equal(got, numbers.astype(np.int32))
 
 
 def test_halves_pack_and_unpack() -> None:

@@ -49,8 +49,9 @@ def divided(x: Array, y: Array) -> Array:
 
 
 def high_product(x: Array, y: Array) -> Array:
-    """Upper half of the product of 32-bit unsigned numbers."""
-    return ((x.astype(U8) * y.astype(U8)) >> np.uint64(32)).astype(U4)
+    """Upper half of the product of 32-bit numbers, signed or not."""
+    wide = np.dtype(f"{x.dtype.kind}8")
+    return ((x.astype(wide) * y.astype(wide)) >> wide.type(32)).astype(x.dtype)
 
 
 def shifted_left(x: Array, by: Array) -> Array:
@@ -87,8 +88,3 @@ def permuted(x: Array, y: Array, selector: Array) -> Array:
         sign = np.where(byte >= 128, np.uint32(255), np.uint32(0))
         result = result | np.where(nibble >= 8, sign, byte) << np.uint32(8 * place)
     return np.asarray(result)
-
-
-def ordered_unequal(x: Array, y: Array) -> Array:
-    """x != y, and neither is NaN."""
-    return (x < y) | (x > y)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from andrea_triton.errors import DTypeError, UnsupportedError
+from andrea_triton.errors import UnsupportedError
 from andrea_triton.integrations import sdpa
 from andrea_triton.integrations.sdpa import NAME, register_flash, replace_sdpa
 
@@ -84,7 +84,7 @@ def test_other_threads_are_left_alone(calls: list[int]) -> None:
 
 def test_what_cannot_be_done_raises() -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 3, 8), torch.randn(2, 5, 8)], layout=torch.jagged)
-    with replace_sdpa(), pytest.raises((DTypeError, UnsupportedError)):
+    with replace_sdpa(), pytest.raises(UnsupportedError, match="nested"):
         scaled_dot_product_attention(nested, nested, nested)
     wide = torch.randn(1, 1, 2, 512)
     with replace_sdpa(), pytest.raises(ValueError, match="512"):
@@ -118,14 +118,20 @@ def test_compiled_model_is_routed(inside: bool) -> None:
         assert len(graphs) == 3 and names[0] in graphs[2] and names[1] not in graphs[2]
 
 
-def test_checkpointed_model_is_routed(calls: list[int]) -> None:
+def test_checkpointed_model_is_routed_both_times(calls: list[int]) -> None:
     block, x = Block(), torch.randn(2, 7, 32)
     wanted = gradients(block, x)
-    with replace_sdpa():
-        out = checkpoint(block, x, use_reentrant=False)
-        got = list(torch.autograd.grad(out.square().sum(), list(block.parameters())))
+    out = checkpoint(block, x, use_reentrant=False, context_fn=lambda: (replace_sdpa(), replace_sdpa()))
+    got = list(torch.autograd.grad(out.square().sum(), list(block.parameters())))
     torch.testing.assert_close(got, wanted)
     assert len(calls) == 2
+
+
+def test_checkpoint_that_was_not_told_is_noticed() -> None:
+    with replace_sdpa():
+        out = checkpoint(Block(), torch.randn(2, 7, 32), use_reentrant=False)
+        with pytest.raises(CheckpointError):
+            out.sum().backward()
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -18,7 +18,8 @@ masking_utils = pytest.importorskip("transformers.masking_utils")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
 }  # fmt: skip
 LAYERS = ["sliding_attention", "full_attention"]
 MODELS = {
@@ -53,8 +54,8 @@ def batch(padded: bool) -> Batch:
 
 
 def definition(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What "eager" does, in the dtype of the model all through: the models' own softmax is in fp32 even for fp64."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -118,8 +119,8 @@ def test_logits_and_gradients_are_those_of_eager(name: str, padded: bool) -> Non
 def generated(model: Any, given: Batch, cache: str) -> tuple[Tensor, Tensor]:
     """Ten tokens after each row of the batch, and the logits they were taken from."""
     told = model.generate(
-        given.ids, attention_mask=torch.ones_like(given.ids) if given.real is None else given.real, do_sample=False, max_new_tokens=10,
-        cache_implementation=cache, return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None,
+        given.ids, attention_mask=torch.ones_like(given.ids) if given.real is None else given.real, do_sample=False,
+        max_new_tokens=10, cache_implementation=cache, return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     return told.sequences[:, LENGTH:], torch.stack(told.logits)
 

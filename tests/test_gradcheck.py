@@ -1,0 +1,118 @@
+"""Derivatives by finite differences: the real kernels in fp64, through the public function, for every feature."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from andrea_triton import Mask, Score, attention, merge_attention, varlen_attention
+
+pytest.importorskip("triton")
+
+F64 = torch.float64
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=F64).requires_grad_()
+
+
+def check(function: Any, inputs: tuple[Tensor, ...]) -> None:
+    """gradcheck of both results; rows that see nothing have lse -inf, which has no difference quotient."""
+
+    def finite(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = function(*tensors)
+        return out, lse.masked_fill(lse == float("-inf"), 0.0)
+
+    assert torch.autograd.gradcheck(finite, inputs, fast_mode=True)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (2, 1)},
+    "positions": {"causal": True, "q_start": -2},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "negative scale": {"scale": -0.7},
+    "zero scale": {"scale": 0.0},
+    "alibi": {"alibi": torch.tensor([0.5, 0.25])},
+    "dropout": {"dropout_p": 0.4, "seed": 3},
+    "mask": {"mask": torch.arange(42).view(6, 7) % 3 != 0},
+    "key lengths": {"key_lengths": torch.tensor([4])},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_q_k_and_v(feature: str) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, **FEATURES[feature], return_lse=True, backend="interpreter")
+
+    check(function, (randn(1, 2, 6, 5), randn(1, 2, 7, 5), randn(1, 2, 7, 3)))
+
+
+def test_grouped_heads_and_empty_rows() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, causal=True, return_lse=True, backend="interpreter")
+
+    check(function, (randn(1, 4, 7, 5), randn(1, 2, 4, 5), randn(1, 2, 4, 6)))
+
+
+@pytest.mark.parametrize("shape", [(6, 7), (2, 1, 1), (1, 1, 6, 1)], ids=str)
+def test_bias(shape: tuple[int, ...]) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        return attention(q, k, v, bias=bias, softcap=2.0, causal=True, return_lse=True, backend="interpreter")
+
+    check(function, (randn(1, 2, 6, 5), randn(1, 2, 7, 5), randn(1, 2, 7, 3), randn(*shape)))
+
+
+def test_sinks() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
+        return attention(q, k, v, sinks=sinks, causal=True, return_lse=True, backend="interpreter")
+
+    check(function, (randn(1, 2, 6, 5), randn(1, 2, 4, 5), randn(1, 2, 4, 3), randn(2)))
+
+
+def test_everything_at_once() -> None:
+    slopes = torch.tensor([0.5, 0.25])
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Any:
+        return attention(
+            q, k, v, bias=bias, sinks=sinks, softcap=2.0, window=(3, 1), alibi=slopes, dropout_p=0.3, seed=1,
+            return_lse=True, backend="interpreter",
+        )  # fmt: skip
+
+    check(function, (randn(1, 2, 6, 5), randn(1, 1, 7, 5), randn(1, 1, 7, 3), randn(7), randn(2)))
+
+
+@pytest.mark.parametrize("settings", [{"causal": True}, {"window": (1, 2), "softcap": 2.0}], ids=str)
+def test_packed(settings: dict[str, Any]) -> None:
+    starts_q, starts_k = torch.tensor([0, 3, 3, 7]), torch.tensor([0, 4, 6, 7])
+
+    def function(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
+        return varlen_attention(
+            q, k, v, starts_q, starts_k, 4, 4, sinks=sinks, return_lse=True, backend="interpreter", **settings
+        )
+
+    check(function, (randn(8, 2, 5), randn(9, 2, 5), randn(9, 2, 3), randn(2)))
+
+
+def test_score_and_mask_of_the_user() -> None:
+    from tests.functors import distance_penalty, distance_penalty_grad, same_document
+
+    documents = torch.tensor([0, 0, 1, 1, 1, 2, 2], dtype=torch.int32)
+    score, mask = Score(distance_penalty, distance_penalty_grad, (0.3,)), Mask(same_document, (documents,))
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, score=score, mask=mask, softcap=2.0, return_lse=True, backend="interpreter")
+
+    check(function, (randn(1, 2, 6, 5), randn(1, 2, 7, 5), randn(1, 2, 7, 3)))
+
+
+def test_merge() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        parts = [
+            attention(q, k[:, :, at], v[:, :, at], return_lse=True, backend="interpreter") for at in (slice(0, 3), slice(3, 7))
+        ]
+        return merge_attention(*parts[0], *parts[1])
+
+    check(function, (randn(1, 1, 4, 5), randn(1, 1, 7, 5), randn(1, 1, 7, 3)))
