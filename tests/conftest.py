@@ -18,7 +18,7 @@ HAS_GPU = torch.cuda.is_available() or torch.xpu.is_available()
 BACKENDS = ["reference", "torch"] + ["interpreter"] * HAS_TRITON + ["triton"] * (HAS_TRITON and HAS_GPU)
 
 # Kernels and their launch are Triton's; the rest of the library works, and is tested, without it.
-collect_ignore = [] if HAS_TRITON else ["kernels", "launch"]
+collect_ignore = [] if HAS_TRITON else ["kernels", "launch", "compiled"]
 
 # The same examples every time, and as long as they take: an example in the interpreter is slow.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)

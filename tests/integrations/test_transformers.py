@@ -118,9 +118,10 @@ def test_logits_and_gradients_are_those_of_eager(name: str, padded: bool) -> Non
 
 def generated(model: Any, given: Batch, cache: str) -> tuple[Tensor, Tensor]:
     """Ten tokens after each row of the batch, and the logits they were taken from."""
+    real = torch.ones_like(given.ids) if given.real is None else given.real
     told = model.generate(
-        given.ids, attention_mask=torch.ones_like(given.ids) if given.real is None else given.real, do_sample=False,
-        max_new_tokens=10, cache_implementation=cache, return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None,
+        given.ids, attention_mask=real, do_sample=False, max_new_tokens=10, cache_implementation=cache,
+        return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     return told.sequences[:, LENGTH:], torch.stack(told.logits)
 
@@ -150,6 +151,13 @@ def test_second_turn_on_a_cache(name: str) -> None:
 
     exact, eager, got = (second(as_one(model, *kind)) for kind in (("definition", torch.float64), ("eager",), (NAME,)))
     assert_accurate(got, eager, exact, torch.float32, f"{name} logits")
+
+
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    model, given = as_one(make("llama"), NAME).train(), batch(padded=True)
+    wanted = logits_and_gradients(copy.deepcopy(model), given)
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(logits_and_gradients(model, given), wanted, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])

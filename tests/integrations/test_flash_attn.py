@@ -1,0 +1,270 @@
+"""flash-attn 2's functions against their definition, written out here by flash-attn's documentation, row by row."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from andrea_triton.errors import ShapeError, UnsupportedError
+from andrea_triton.integrations import flash_attn
+from andrea_triton.integrations.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from andrea_triton.testing import assert_accurate
+
+COMMON = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
+LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+SIGNATURES = {
+    "flash_attn_func": f"q k v {COMMON}",
+    "flash_attn_qkvpacked_func": f"qkv {COMMON}",
+    "flash_attn_kvpacked_func": f"q kv {COMMON}",
+    "flash_attn_varlen_func": f"q k v {LENGTHS} {COMMON} block_table",
+    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {COMMON}",
+    "flash_attn_varlen_kvpacked_func": f"q kv {LENGTHS} {COMMON}",
+    "flash_attn_with_kvcache": "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad "
+    "block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse",
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"causal": True, "softmax_scale": 0.2},
+    "window": {"window_size": (3, 1)},
+    "causal window": {"causal": True, "window_size": (3, -1)},
+    "open left": {"window_size": (-1, 2)},
+    "softcap": {"causal": True, "softcap": 0.7},
+    "alibi": {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "alibi per row": {"alibi_slopes": torch.rand(2, 4)},
+}
+
+
+def define(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of (B, T, H, D) tensors, in their dtype."""
+    M, N, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(M)[:, None] + N - M - torch.arange(N)[None, :]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(q.dtype).expand(q.shape[0], -1)
+        scores = scores - slopes[:, :, None, None] * distance.abs()
+    left, right = window_size
+    hidden = torch.zeros(M, N, dtype=torch.bool)
+    hidden |= (distance < 0) & causal
+    hidden |= (distance > left) & (left >= 0)
+    hidden |= (-distance > right) & (right >= 0)
+    lse = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).masked_fill(hidden, 0.0)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def gradients(out: Tensor, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(out, inputs, dout.to(out.dtype)))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature_is_that_of_flash_attn(name: str) -> None:
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters
+    assert list(parameters) == SIGNATURES[name].split()
+    defaults = {"window_size": (-1, -1), "softcap": 0.0, "causal": False, "rotary_interleaved": True, "num_splits": 0}
+    assert {k: parameters[k].default for k in defaults if k in parameters} == {
+        k: v for k, v in defaults.items() if k in parameters
+    }
+
+
+@pytest.mark.parametrize("sizes", [(33, 33), (12, 40), (40, 17)], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_func_is_its_definition(name: str, sizes: tuple[int, int]) -> None:
+    M, N = sizes
+    given, dout = [draw(2, M, 4, 16), draw(2, N, 2, 16), draw(2, N, 2, 16)], draw(2, M, 4, 16)
+    runs = []
+    for function, dtype in ((flash_attn_func, torch.float32), (define, torch.float32), (define, torch.float64)):
+        inputs = [x.to(dtype).requires_grad_() for x in given]
+        extra = {"return_attn_probs": True} if function is flash_attn_func else {}
+        out, lse, *rest = function(*inputs, **SETTINGS[name], **extra)
+        runs.append([out.detach(), lse.detach(), *gradients(out, inputs, dout)])
+        assert [x.numel() for x in rest] == ([0] if extra else [])
+    for what, *tensors in zip(("out", "lse", "dq", "dk", "dv"), *runs, strict=True):
+        assert_accurate(*tensors, torch.float32, f"{name} {what}")
+
+
+def test_packed_forms_are_the_plain_one() -> None:
+    qkv, kv = draw(2, 7, 3, 4, 8).requires_grad_(), draw(2, 9, 2, 2, 8).requires_grad_()
+    q, dout = draw(2, 7, 4, 8), draw(2, 7, 4, 8)
+    for packed, plain, x in (
+        (flash_attn_qkvpacked_func(qkv, causal=True), flash_attn_func(*qkv.unbind(2), causal=True), qkv),
+        (flash_attn_kvpacked_func(q, kv, window_size=(2, 0)), flash_attn_func(q, *kv.unbind(2), window_size=(2, 0)), kv),
+    ):
+        assert torch.equal(packed, plain)
+        assert torch.equal(*(gradients(out, [x], dout)[0] for out in (packed, plain)))
+    with pytest.raises(ShapeError, match="qkv"):
+        flash_attn_qkvpacked_func(kv)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_varlen_is_each_sequence_alone(name: str) -> None:
+    settings = SETTINGS[name]
+    starts_q, starts_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 10], [0, 8, 13]))
+    q, k, v = draw(10, 4, 8), draw(13, 2, 8), draw(13, 2, 8)
+    out, lse, _ = flash_attn_varlen_func(q, k, v, starts_q, starts_k, 7, 8, **settings, return_attn_probs=True)
+    kv = torch.stack([k, v], 1)
+    assert torch.equal(flash_attn_varlen_kvpacked_func(q, kv, starts_q, starts_k, 7, 8, **settings), out)
+    assert lse.shape == (4, 10)
+    for s, ((a, b), (c, d)) in enumerate(zip(itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True)):
+        own = {n: x[s] if n == "alibi_slopes" and x.dim() == 2 else x for n, x in settings.items()}
+        alone = [x[None] for x in (q[a:b], k[c:d], v[c:d])]
+        exact, eager = define(*(x.double() for x in alone), **own), define(*alone, **own)
+        assert_accurate(out[None, a:b], eager[0], exact[0], torch.float32, f"{name} out")
+        assert_accurate(lse[None, :, a:b], eager[1], exact[1], torch.float32, f"{name} lse")
+
+
+def test_varlen_qkvpacked_is_varlen() -> None:
+    qkv, starts = draw(10, 3, 4, 8), torch.tensor([0, 3, 10], dtype=torch.int32)
+    wanted = flash_attn_varlen_func(*qkv.unbind(1), starts, starts, 7, 7, causal=True)
+    assert torch.equal(flash_attn_varlen_qkvpacked_func(qkv, starts, 7, causal=True), wanted)
+
+
+def test_dropout_drops_and_scales() -> None:
+    q, k = draw(1, 64, 2, 8), draw(1, 64, 2, 8)
+    torch.manual_seed(1)
+    first = flash_attn_func(q, k, torch.ones_like(k), dropout_p=0.3)
+    torch.manual_seed(1)
+    assert torch.equal(flash_attn_func(q, k, torch.ones_like(k), dropout_p=0.3), first)
+    assert not torch.allclose(first, torch.ones_like(first), atol=0.01)
+    torch.testing.assert_close(first.mean(), torch.tensor(1.0), atol=0.05, rtol=0.0)
+
+
+def test_what_cannot_be_done_is_named() -> None:
+    x, starts = draw(1, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="return_attn_probs"):
+        flash_attn_func(x, x, x, dropout_p=0.1, return_attn_probs=True)
+    with pytest.raises(UnsupportedError, match="block_table"):
+        flash_attn_varlen_func(*[x[0]] * 3, starts, starts, 4, 4, block_table=torch.zeros(1, 1, dtype=torch.int32))
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    for other in ({"block_table": table}, {"cache_batch_idx": table[0]}, {"rotary_cos": draw(4, 4)}):
+        with pytest.raises(UnsupportedError, match="cache_leftpad"):
+            flash_attn_with_kvcache(x, x, x, cache_seqlens=2, cache_leftpad=table[0], **other)
+    with pytest.raises(UnsupportedError, match="cache_batch_idx"):
+        flash_attn_with_kvcache(x, x, x, block_table=table, cache_batch_idx=table[0])
+
+
+@pytest.mark.parametrize("told", [{"k": 1, "v": 1}, {"k": 1, "cache_seqlens": 0}, {"k": 1, "v": 1, "cache_seqlens": 4}], ids=str)
+def test_wrong_cache_is_explained(told: dict[str, Any]) -> None:
+    memory, x = torch.zeros(2, 1, 4, 2, 8), draw(1, 1, 2, 8)
+    with pytest.raises(ShapeError):
+        flash_attn_with_kvcache(x, *memory, **{name: x if name in "kv" else value for name, value in told.items()})
+    assert not memory.any()
+
+
+HELD = torch.tensor([5, 0, 11], dtype=torch.int32)
+ORDER = torch.tensor([2, 3, 0], dtype=torch.int32)
+PAGES = torch.tensor([[4, 1], [3, 6], [0, 2]], dtype=torch.int32)
+PLACES = ["rows", "cache_batch_idx", "block_table"]
+
+
+def as_cache(rows: Tensor, place: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The rows (3, 16, H, D) of three sequences where flash-attn looks for them."""
+    if place == "rows":
+        return rows.clone(), {}
+    if place == "cache_batch_idx":
+        return torch.full((4, *rows.shape[1:]), 9.0).index_copy(0, ORDER.long(), rows), {place: ORDER}
+    pages = torch.full((7, 8, *rows.shape[2:]), 9.0)
+    return pages.index_copy(0, PAGES.flatten().long(), rows.reshape(6, 8, *rows.shape[2:])), {place: PAGES}
+
+
+@pytest.mark.parametrize("new", [0, 3])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["plain", "causal", "causal window", "softcap", "alibi"])
+def test_cache_is_its_definition(name: str, place: str, new: int) -> None:
+    settings, memory = SETTINGS[name], draw(2, 3, 16, 2, 8)
+    (k_cache, where), (v_cache, _) = (as_cache(rows, place) for rows in memory)
+    q, (k, v) = draw(3, 3, 4, 8), draw(2, 3, new, 2, 8)
+    added = {"k": k, "v": v} if new else {}
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=HELD, **added, **where, **settings, return_softmax_lse=True
+    )
+    for b, held in enumerate(HELD.tolist()):
+        memory[:, b, held : held + new] = torch.stack([k[b], v[b]])
+        alone = [q[b : b + 1], *memory[:, b : b + 1, : held + new]]
+        exact, eager = define(*(x.double() for x in alone), **settings), define(*alone, **settings)
+        assert_accurate(out[b : b + 1], eager[0], exact[0], torch.float32, f"{name} out")
+        assert_accurate(lse[b : b + 1], eager[1], exact[1], torch.float32, f"{name} lse")
+    assert torch.equal(k_cache, as_cache(memory[0], place)[0]) and torch.equal(v_cache, as_cache(memory[1], place)[0])
+
+
+@pytest.mark.parametrize("seqlens", [None, 7])
+def test_one_length_for_all(seqlens: int | None) -> None:
+    q, (k_cache, v_cache) = draw(3, 2, 4, 8), draw(2, 3, 16, 2, 8)
+    got = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=seqlens, causal=True)
+    wanted = flash_attn_func(q, k_cache[:, :seqlens], v_cache[:, :seqlens], causal=True)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "alibi", "alibi per row"])
+@pytest.mark.parametrize("queries", [2, 90])
+def test_left_pad_and_many_queries(name: str, queries: int) -> None:
+    settings, pads = SETTINGS[name], torch.tensor([4, 0], dtype=torch.int32)
+    q, memory, held = draw(2, queries, 4, 8), draw(2, 2, 100, 2, 8), torch.tensor([95, 60], dtype=torch.int32)
+    for leftpad in [None] * (queries > 64) + [pads]:
+        out, lse = flash_attn_with_kvcache(
+            q, *memory, cache_seqlens=held, cache_leftpad=leftpad, **settings, return_softmax_lse=True
+        )
+        for b, end in enumerate(held.tolist()):
+            start = 0 if leftpad is None else int(pads[b])
+            own = {n: x[b] if n == "alibi_slopes" and x.dim() == 2 else x for n, x in settings.items()}
+            alone = [q[b : b + 1], *memory[:, b : b + 1, start:end]]
+            exact, eager = define(*(x.double() for x in alone), **own), define(*alone, **own)
+            assert_accurate(out[b : b + 1], eager[0], exact[0], torch.float32, f"{name} out")
+            assert_accurate(lse[b : b + 1], eager[1], exact[1], torch.float32, f"{name} lse")
+
+
+def turned(x: Tensor, position: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """One row (H, D), pair by pair."""
+    x, half = x.clone(), cos.shape[1]
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        c, s = cos[position, i], sin[position, i]
+        x[:, a], x[:, b] = x[:, a] * c - x[:, b] * s, x[:, a] * s + x[:, b] * c
+    return x
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_turns_queries_and_new_keys(interleaved: bool, causal: bool) -> None:
+    memory, angles = draw(2, 3, 16, 2, 8), draw(16, 3)
+    q, k, v = draw(3, 3, 4, 8), draw(3, 3, 2, 8), draw(3, 3, 2, 8)
+    rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    got_memory = memory.clone()
+    got = flash_attn_with_kvcache(
+        q, *got_memory, k, v, **rotary, cache_seqlens=HELD, rotary_interleaved=interleaved, causal=causal
+    )
+    for b, held in enumerate(HELD.tolist()):
+        for i in range(3):
+            q[b, i] = turned(q[b, i], held + (i if causal else 0), *rotary.values(), interleaved)
+            k[b, i] = turned(k[b, i], held + i, *rotary.values(), interleaved)
+    wanted = flash_attn_with_kvcache(q, *memory, k, v, cache_seqlens=HELD, causal=causal)
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got_memory, memory)
+
+
+def test_cache_takes_no_gradient() -> None:
+    x = draw(1, 1, 2, 8).requires_grad_()
+    assert not flash_attn_with_kvcache(x, *draw(2, 1, 4, 2, 8)).requires_grad

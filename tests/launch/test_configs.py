@@ -1,0 +1,119 @@
+"""The table of tilings: every entry fits its card's shared memory, and smaller ones follow it."""
+
+import itertools
+
+import pytest
+import torch
+
+from andrea_triton.launch.cards import CARDS, Card
+from andrea_triton.launch.compile import compiled, gpu_target
+from andrea_triton.launch.configs import DELTA, FAMILIES, HALF, SMALLEST, Config, candidates, family
+from andrea_triton.launch.plan import Grads, Launch, Saved, backward_plan, forward_plan
+from andrea_triton.problem import make_problem
+from andrea_triton.spec import make_spec
+
+KERNELS = ("forward", "dkdv", "dq", "dbias", "statistics")
+HEAD_DIMS = (32, 64, 128, 256)
+BARRIERS = 64
+
+
+def shared_memory(kernel: str, card: Card, config: Config, D: int, itemsize: int) -> int:
+    """Bytes that a kernel takes at most.
+
+    The rows that a program keeps lie in shared memory once; of the rows that stream by, NVIDIA's hold as many copies as there are
+    stages, or one more transposed. AMD's prefetch into registers; what lies in shared memory changes its layout there."""
+    m, n, _, stages = config
+    kept, streamed = (n, m) if kernel == "dkdv" else (m, n)
+    width = D if kernel == "forward" else 2 * D
+    if card.target.startswith("gfx"):
+        return itemsize * (kept * width + m * n)
+    barriers = BARRIERS if int(card.target[3:]) >= 90 else 0
+    if kernel == "forward":
+        return itemsize * (kept * D + streamed * D * max(2 * stages, 3)) + barriers
+    return itemsize * (kept + 3 * streamed) * width + barriers
+
+
+ENTRIES = [
+    pytest.param(card, kernel, D, id=f"{card.target} {kernel} D={D}")
+    for card, kernel, D in itertools.product(CARDS.values(), ("forward", "dkdv", "dq"), HEAD_DIMS)
+]
+
+
+@pytest.mark.parametrize(("card", "kernel", "D"), ENTRIES)
+def test_every_entry_fits_its_card(card: Card, kernel: str, D: int) -> None:
+    first = candidates(kernel, card.target, D, 2, 4096, 4096)[0]
+    assert first == HALF[kernel, family(card.target)][D]
+    assert shared_memory(kernel, card, first, D, 2) <= card.shared_per_cta
+    assert first.num_warps * card.warp_size <= 1024
+
+
+def launches(target: str, D: int) -> dict[str, Launch]:
+    x, rows = torch.zeros(1, 1, 256, D, dtype=torch.float16), torch.zeros(3, 1, 256)
+    problem, saved = make_problem(x, x, x, make_spec(causal=True)), Saved(x, *rows.unsqueeze(1))
+    plan = forward_plan(x, x, x, saved, problem, target, "ieee")
+    plan += backward_plan(x, x, x, x, None, saved, rows, Grads(x, x, x), problem, target, "ieee")
+    return {launch.name: launch for launch in plan}
+
+
+@pytest.mark.parametrize(
+    ("target", "kernel"), [("sm_80", "forward"), ("sm_86", "dkdv"), ("sm_90", "dq"), ("sm_90", "forward"), ("gfx942", "dq")]
+)
+def test_the_formula_bounds_what_the_compiler_takes(target: str, kernel: str) -> None:
+    launch = launches(target, 64)[kernel]
+    taken = compiled(launch, gpu_target(target)).metadata.shared
+    assert 0 < taken <= shared_memory(kernel, CARDS[target], launch.config, 64, 2)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("target", [*FAMILIES, "sm_70", "gfx1100", "xpu"])
+def test_smaller_tilings_follow_to_the_smallest(target: str, itemsize: int) -> None:
+    for kernel, D in itertools.product(KERNELS, (1, 64, 128, 256)):
+        found = candidates(kernel, target, D, itemsize, 1000, 1000)
+        assert found[-1] == SMALLEST and len(set(found)) == len(found)
+        sizes = [(c.BLOCK_M * c.BLOCK_N * c.num_stages, c.num_stages) for c in found]
+        assert sizes == sorted(sizes, reverse=True)
+        for c in found:
+            assert all(side >= 16 and side & (side - 1) == 0 for side in c[:2])
+            assert c.num_warps in (1, 2, 4, 8) and c.num_stages >= 1
+
+
+@pytest.mark.parametrize("target", [*FAMILIES, "generic"])
+def test_wider_elements_start_with_smaller_tiles(target: str) -> None:
+    for kernel, D in itertools.product(KERNELS, HEAD_DIMS):
+        half, single, double = (candidates(kernel, target, D, itemsize, 1000, 1000) for itemsize in (2, 4, 8))
+        assert single[0] in half and double[0] in half
+        assert half.index(single[0]) == min(1, len(half) - 1) and half.index(double[0]) == min(2, len(half) - 1)
+
+
+def test_head_dims_are_rounded_up() -> None:
+    for D, row in ((1, 32), (32, 32), (33, 64), (40, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)):
+        for kernel in ("forward", "dkdv", "dq"):
+            assert candidates(kernel, "sm_80", D, 2, 64, 64)[0] == HALF[kernel, "ampere"][row]
+
+
+def test_families() -> None:
+    assert {kernel for kernel, _ in HALF} == {"forward", "dkdv", "dq"}
+    for kernel in ("forward", "dkdv", "dq"):
+        assert {f for k, f in HALF if k == kernel} == set(FAMILIES.values()) | {"generic"}
+    assert all(tuple(row) == HEAD_DIMS for row in HALF.values())
+    assert family("sm_86") == family("sm_120") == "ada" and family("sm_61") == family("") == "generic"
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_90", "gfx942", "unknown", "interpreter"])
+def test_tilings_do_not_depend_on_lengths_on_a_gpu(target: str) -> None:
+    for kernel in KERNELS:
+        found = {candidates(kernel, target, 64, 2, M, N) for M, N in itertools.product((1, 64, 10**6), repeat=2)}
+        assert len(found) == (2 if target == "interpreter" else 1)
+
+
+def test_tiles_of_the_interpreter() -> None:
+    """Small ones for short lengths, so that every loop is walked; few for long ones."""
+    for kernel in KERNELS:
+        assert candidates(kernel, "interpreter", 64, 4, 129, 60) == (Config(32, 32),)
+        assert candidates(kernel, "interpreter", 64, 4, 60, 500) == (Config(128, 128),)
+        assert candidates(kernel, "interpreter", 64, 4, 1024, 1024) == (Config(256, 512),)
+
+
+def test_row_kernels_have_one_tiling() -> None:
+    for target in ("sm_80", "interpreter", "unknown"):
+        assert candidates("delta", target, 64, 2, 10, 10) == candidates("dsinks", target, 64, 2, 10, 10) == (DELTA,)
