@@ -132,7 +132,8 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients by the kernels; through the dense reference when they are to be differentiated again."""
-        inputs, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        kept = ctx.saved_tensors  # read once: checkpointing makes them again at every reading
+        inputs, saved = kept[:5], kept[5:]
         if dout is None and dlse is None:
             return (None,) * 7
         if torch.is_grad_enabled():
@@ -287,7 +288,8 @@ class Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         """Call the backward operator."""
-        inputs, saved = ctx.saved_tensors[:11], ctx.saved_tensors[11:]
+        kept = ctx.saved_tensors
+        inputs, saved = kept[:11], kept[11:]
         if dout is None and dlse is None:
             return (None,) * 21
         needs = list(ctx.needs_input_grad[:5])

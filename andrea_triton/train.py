@@ -44,6 +44,7 @@ class Options:
     n_head: int = 6
     n_layer: int = 4
     context: int = 256
+    positions: str = "learned"
     dropout: float = 0.0
     batch: int = 8
     accumulate: int = 1
@@ -71,6 +72,7 @@ OPTION_HELP = {
     "n_head": "attention heads",
     "n_layer": "blocks",
     "context": "tokens of a sequence",
+    "positions": "learned or rotary",
     "dropout": "probability that a value is dropped in training",
     "batch": "sequences in one pass",
     "accumulate": "passes in one step",
@@ -89,6 +91,7 @@ OPTION_HELP = {
     "sample_tokens": "tokens of a sample printed at the end",
     "fresh": "begin anew, whatever the folder holds",
 }
+CHOICES = {"dtype": tuple(DTYPES), "positions": ("learned", "rotary")}
 # Options that may change between the parts of one run.
 FREE = {"text", "tokenizer", "out", "device", "evaluate_every", "save_every", "sample_tokens", "fresh"}
 
@@ -105,7 +108,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
             parser.add_argument(flag, action="store_true", help=text)
         else:
             kind = str if default is None else type(default)
-            parser.add_argument(flag, type=kind, default=default, help=text, choices=DTYPES if field.name == "dtype" else None)
+            parser.add_argument(flag, type=kind, default=default, help=text, choices=CHOICES.get(field.name))
     options = Options(**vars(parser.parse_args(arguments)))
     for name in ("batch", "accumulate", "steps", "evaluate_every", "save_every", "validation_windows"):
         if getattr(options, name) < 1:
@@ -149,7 +152,13 @@ class Run:
         self.options, self.corpus, self.step = options, corpus, 0
         self.device, self.folder = torch.device(options.device), Path(options.out)
         config = AndreaConfig(
-            corpus.vocab_size, options.d_model, options.n_head, options.n_layer, options.context, dropout=options.dropout
+            corpus.vocab_size,
+            options.d_model,
+            options.n_head,
+            options.n_layer,
+            options.context,
+            positions="rotary" if options.positions == "rotary" else "learned",
+            dropout=options.dropout,
         )
         torch.manual_seed(options.seed)
         self.model = Andrea(config, backend=options.backend).to(self.device)

@@ -1,4 +1,7 @@
-"""flash-attn 2's functions against their definition, written out here by flash-attn's documentation, row by row."""
+"""flash-attn 2's functions against their definition, written out here from flash-attn's documentation.
+
+In fp64, where only a wrong meaning makes a difference: how accurate the backends are is asked of `attention` itself.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from andrea_triton.integrations.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from andrea_triton.testing import assert_accurate
 
 COMMON = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
 LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
@@ -73,11 +75,11 @@ def define(
 
 
 def draw(*shape: int) -> Tensor:
-    return torch.randn(shape)
+    return torch.randn(shape, dtype=torch.float64)
 
 
 def gradients(out: Tensor, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(out, inputs, dout.to(out.dtype)))
+    return list(torch.autograd.grad(out, inputs, dout))
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -90,20 +92,17 @@ def test_signature_is_that_of_flash_attn(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("sizes", [(33, 33), (12, 40), (40, 17)], ids=str)
+@pytest.mark.parametrize("sizes", [(7, 7), (3, 9), (9, 4)], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_func_is_its_definition(name: str, sizes: tuple[int, int]) -> None:
     M, N = sizes
-    given, dout = [draw(2, M, 4, 16), draw(2, N, 2, 16), draw(2, N, 2, 16)], draw(2, M, 4, 16)
-    runs = []
-    for function, dtype in ((flash_attn_func, torch.float32), (define, torch.float32), (define, torch.float64)):
-        inputs = [x.to(dtype).requires_grad_() for x in given]
-        extra = {"return_attn_probs": True} if function is flash_attn_func else {}
-        out, lse, *rest = function(*inputs, **SETTINGS[name], **extra)
-        runs.append([out.detach(), lse.detach(), *gradients(out, inputs, dout)])
-        assert [x.numel() for x in rest] == ([0] if extra else [])
-    for what, *tensors in zip(("out", "lse", "dq", "dk", "dv"), *runs, strict=True):
-        assert_accurate(*tensors, torch.float32, f"{name} {what}")
+    inputs = [x.requires_grad_() for x in (draw(2, M, 4, 8), draw(2, N, 2, 8), draw(2, N, 2, 8))]
+    out, lse, weights = flash_attn_func(*inputs, **SETTINGS[name], return_attn_probs=True)
+    wanted, wanted_lse = define(*inputs, **SETTINGS[name])
+    torch.testing.assert_close((out, lse), (wanted, wanted_lse))
+    assert weights.numel() == 0
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(gradients(out, inputs, dout), gradients(wanted, inputs, dout))
 
 
 def test_packed_forms_are_the_plain_one() -> None:
@@ -131,9 +130,7 @@ def test_varlen_is_each_sequence_alone(name: str) -> None:
     for s, ((a, b), (c, d)) in enumerate(zip(itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True)):
         own = {n: x[s] if n == "alibi_slopes" and x.dim() == 2 else x for n, x in settings.items()}
         alone = [x[None] for x in (q[a:b], k[c:d], v[c:d])]
-        exact, eager = define(*(x.double() for x in alone), **own), define(*alone, **own)
-        assert_accurate(out[None, a:b], eager[0], exact[0], torch.float32, f"{name} out")
-        assert_accurate(lse[None, :, a:b], eager[1], exact[1], torch.float32, f"{name} lse")
+        torch.testing.assert_close((out[None, a:b], lse[None, :, a:b]), define(*alone, **own))
 
 
 def test_varlen_qkvpacked_is_varlen() -> None:
@@ -149,7 +146,7 @@ def test_dropout_drops_and_scales() -> None:
     torch.manual_seed(1)
     assert torch.equal(flash_attn_func(q, k, torch.ones_like(k), dropout_p=0.3), first)
     assert not torch.allclose(first, torch.ones_like(first), atol=0.01)
-    torch.testing.assert_close(first.mean(), torch.tensor(1.0), atol=0.05, rtol=0.0)
+    torch.testing.assert_close(first.mean(), first.new_tensor(1.0), atol=0.05, rtol=0.0)
 
 
 def test_what_cannot_be_done_is_named() -> None:
@@ -168,7 +165,7 @@ def test_what_cannot_be_done_is_named() -> None:
 
 @pytest.mark.parametrize("told", [{"k": 1, "v": 1}, {"k": 1, "cache_seqlens": 0}, {"k": 1, "v": 1, "cache_seqlens": 4}], ids=str)
 def test_wrong_cache_is_explained(told: dict[str, Any]) -> None:
-    memory, x = torch.zeros(2, 1, 4, 2, 8), draw(1, 1, 2, 8)
+    memory, x = torch.zeros(2, 1, 4, 2, 8, dtype=torch.float64), draw(1, 1, 2, 8)
     with pytest.raises(ShapeError):
         flash_attn_with_kvcache(x, *memory, **{name: x if name in "kv" else value for name, value in told.items()})
     assert not memory.any()
@@ -185,8 +182,8 @@ def as_cache(rows: Tensor, place: str) -> tuple[Tensor, dict[str, Tensor]]:
     if place == "rows":
         return rows.clone(), {}
     if place == "cache_batch_idx":
-        return torch.full((4, *rows.shape[1:]), 9.0).index_copy(0, ORDER.long(), rows), {place: ORDER}
-    pages = torch.full((7, 8, *rows.shape[2:]), 9.0)
+        return rows.new_full((4, *rows.shape[1:]), 9.0).index_copy(0, ORDER.long(), rows), {place: ORDER}
+    pages = rows.new_full((7, 8, *rows.shape[2:]), 9.0)
     return pages.index_copy(0, PAGES.flatten().long(), rows.reshape(6, 8, *rows.shape[2:])), {place: PAGES}
 
 
@@ -204,9 +201,7 @@ def test_cache_is_its_definition(name: str, place: str, new: int) -> None:
     for b, held in enumerate(HELD.tolist()):
         memory[:, b, held : held + new] = torch.stack([k[b], v[b]])
         alone = [q[b : b + 1], *memory[:, b : b + 1, : held + new]]
-        exact, eager = define(*(x.double() for x in alone), **settings), define(*alone, **settings)
-        assert_accurate(out[b : b + 1], eager[0], exact[0], torch.float32, f"{name} out")
-        assert_accurate(lse[b : b + 1], eager[1], exact[1], torch.float32, f"{name} lse")
+        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), define(*alone, **settings))
     assert torch.equal(k_cache, as_cache(memory[0], place)[0]) and torch.equal(v_cache, as_cache(memory[1], place)[0])
 
 
@@ -231,9 +226,7 @@ def test_left_pad_and_many_queries(name: str, queries: int) -> None:
             start = 0 if leftpad is None else int(pads[b])
             own = {n: x[b] if n == "alibi_slopes" and x.dim() == 2 else x for n, x in settings.items()}
             alone = [q[b : b + 1], *memory[:, b : b + 1, start:end]]
-            exact, eager = define(*(x.double() for x in alone), **own), define(*alone, **own)
-            assert_accurate(out[b : b + 1], eager[0], exact[0], torch.float32, f"{name} out")
-            assert_accurate(lse[b : b + 1], eager[1], exact[1], torch.float32, f"{name} lse")
+            torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), define(*alone, **own))
 
 
 def turned(x: Tensor, position: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
