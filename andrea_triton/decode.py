@@ -67,9 +67,9 @@ def decode_attention(
     if chosen in ("torch", "reference"):
         return _each_length(q, cache, causal, scale, window, softcap, alibi, sinks, return_lse, chosen)
     k, v, pages = _memory(cache)
-    shown = [k, v] if pages is None else [_stand_in(t, cache, pages) for t in (k, v)]
+    k_shown, v_shown = (k, v) if pages is None else (_stand_in(k, cache, pages), _stand_in(v, cache, pages))
     spec = make_spec(causal=causal, scale=scale, window=window, softcap=softcap)
-    problem = make_problem(q, *shown, spec, alibi=alibi, sinks=sinks, key_lengths=cache.lengths)
+    problem = make_problem(q, k_shown, v_shown, spec, alibi=alibi, sinks=sinks, key_lengths=cache.lengths)
     if problem.group * problem.M > LARGEST_TILE:
         got = f"{problem.group} query heads to a key head x {problem.M} queries"
         raise UnsupportedError(

@@ -21,7 +21,18 @@ from andrea_triton import (
     merge_attention,
     varlen_attention,
 )
-from andrea_triton.testing import CASES, Case, Inputs, assert_accurate, attend_reference, cast, check, make_inputs, pairwise_cases, run
+from andrea_triton.testing import (
+    CASES,
+    Case,
+    Inputs,
+    assert_accurate,
+    attend_reference,
+    cast,
+    check,
+    make_inputs,
+    pairwise_cases,
+    run,
+)
 
 HAS_TRITON = find_spec("triton") is not None
 BACKENDS = ["torch"] + ["interpreter"] * HAS_TRITON

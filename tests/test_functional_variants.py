@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from andrea_triton import Mask, Score, UnsupportedError, attention, causal_attention, dropout_mask, merge_attention, varlen_attention
+from andrea_triton import (
+    Mask,
+    Score,
+    UnsupportedError,
+    attention,
+    causal_attention,
+    dropout_mask,
+    merge_attention,
+    varlen_attention,
+)
 from andrea_triton.problem import make_problem
 from andrea_triton.reference import statistics
 from andrea_triton.spec import make_spec
@@ -33,9 +42,7 @@ def by(backend: str, **more: Any) -> Any:
     return attend
 
 
-def judged(
-    name: str, inputs: Inputs, backend: str, got: dict[str, Tensor], wide: Inputs | None = None
-) -> None:
+def judged(name: str, inputs: Inputs, backend: str, got: dict[str, Tensor], wide: Inputs | None = None) -> None:
     """Results of a call that was made in another way, by the rule of testing.check."""
     exact, eager = run(wide or cast(inputs, F64), attend_reference), run(inputs, attend_reference)
     for field, tensor in got.items():
@@ -184,7 +191,8 @@ def test_dropout_is_the_same_mask_everywhere(backend: str, monkeypatch: pytest.M
             from andrea_triton.launch import plan
             from andrea_triton.launch.configs import DELTA, Config
 
-            monkeypatch.setattr(plan, "candidates", lambda name, *_, c=Config(m, n): (DELTA if name == "delta" else c,))
+            tile = Config(m, n)
+            monkeypatch.setattr(plan, "candidates", lambda name, *_, c=tile: (DELTA if name == "delta" else c,))
         out = attention(q, k, v, dropout_p=0.4, seed=11, backend=backend)
         assert torch.equal(out != 0, keep)
         (dv,) = torch.autograd.grad(out[..., 0].sum(), v)

@@ -75,7 +75,7 @@ def test_opcheck_backward(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operators_give_what_the_eager_way_gives(backend: str, case: Case) -> None:
     (arguments, inputs), eager = parts(case, backend), run(make_inputs(case, F32), by(backend))
-    out, lse, row_max, row_sum = ops.forward_op(*arguments)
+    out, lse, _row_max, _row_sum = ops.forward_op(*arguments)
     assert torch.equal(out, eager.out) and torch.equal(lse, eager.lse)
     learned = [t for t in arguments[:5] if t is not None]
     grads = torch.autograd.grad((out, lse), learned, (inputs.dout, inputs.dlse))
@@ -176,7 +176,7 @@ def test_c33_double_backward_is_right(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_c33_double_backward_in_a_transform_says_so(backend: str) -> None:
     q, k, v = (torch.randn(1, 1, 8, 8) for _ in range(3))
-    with pytest.raises(UnsupportedError, match="double backward is not supported by .*create_graph=True"):
+    with pytest.raises(UnsupportedError, match=r"double backward is not supported by .*create_graph=True"):
         torch.func.grad(lambda x: torch.func.grad(lambda y: loss(y, k, v, backend))(x).sum())(q)
 
 
@@ -258,7 +258,7 @@ def test_c36_autocast(backend: str) -> None:
     assert torch.equal(out, attention(q.to(BF16), k.to(BF16), v, causal=True, backend=backend))
     (dq,) = torch.autograd.grad(out.sum(), q)
     assert dq.dtype == F32
-    with pytest.raises(DTypeError, match="q is torch.float32, k is torch.float32, v is torch.bfloat16; .*torch.autocast"):
+    with pytest.raises(DTypeError, match=r"q is torch.float32, k is torch.float32, v is torch.bfloat16; .*torch.autocast"):
         attention(q, k, v, backend=backend)
     wide = q.detach().double()
     with torch.autocast("cpu", BF16):

@@ -46,7 +46,8 @@ class Head(NamedTuple):
 class Sizes(NamedTuple):
     """Lengths of a launch. Dense: M queries at positions q_start + i, N keys at positions j. Packed: sequence s owns the rows
     cu_q[s] : cu_q[s + 1] of M packed queries and the rows cu_k[s] : cu_k[s + 1] of the keys. heads: query heads; group: how many
-    of them share a key head; batch: batch entries. q_start None: the last query of a sequence sees its last key, key_lengths counted."""
+    of them share a key head; batch: batch entries. q_start None: the last query of a sequence sees its last key, key_lengths
+    counted."""
 
     M: Any
     N: Any

@@ -207,8 +207,8 @@ class Pages(NamedTuple):
 
 
 def decode_plan(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, problem: Problem,
-    target: str, precision: str,
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor,
+    problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill out and lse over a cache; parts [splits, ...] hold the attention over each part of the keys."""
     common = attention(problem, precision)
@@ -221,9 +221,9 @@ def decode_plan(
     sides = {"SPLITS": splits, "BLOCK_M": rows, "BLOCK_N": block_n}
     decode_launch = Launch("decode", decode.decode, args, sides, (problem.B * problem.HKV, splits), config, (config,))
     config = Config(16, 1)
-    args = (*parts, problem.extras.sinks, view(out, False), lse, common)
+    merged = (*parts, problem.extras.sinks, view(out, False), lse, common)
     grid = (problem.B * problem.HQ, -(-problem.M // 16))
-    return [decode_launch, Launch("combine", decode.combine, args, {"SPLITS": splits, "BLOCK_M": 16}, grid, config, (config,))]
+    return [decode_launch, Launch("combine", decode.combine, merged, {"SPLITS": splits, "BLOCK_M": 16}, grid, config, (config,))]
 
 
 def statistics_plan(

@@ -5,6 +5,7 @@ In fp64, where only a wrong meaning makes a difference: how accurate the backend
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import itertools
 from typing import Any
@@ -171,27 +172,27 @@ def test_wrong_cache_is_explained(told: dict[str, Any]) -> None:
     assert not memory.any()
 
 
-HELD = torch.tensor([5, 0, 11], dtype=torch.int32)
+HELD = torch.tensor([5, 0, 19], dtype=torch.int32)
 ORDER = torch.tensor([2, 3, 0], dtype=torch.int32)
 PAGES = torch.tensor([[4, 1], [3, 6], [0, 2]], dtype=torch.int32)
 PLACES = ["rows", "cache_batch_idx", "block_table"]
 
 
 def as_cache(rows: Tensor, place: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The rows (3, 16, H, D) of three sequences where flash-attn looks for them."""
+    """The rows (3, 32, H, D) of three sequences where flash-attn looks for them."""
     if place == "rows":
         return rows.clone(), {}
     if place == "cache_batch_idx":
         return rows.new_full((4, *rows.shape[1:]), 9.0).index_copy(0, ORDER.long(), rows), {place: ORDER}
-    pages = rows.new_full((7, 8, *rows.shape[2:]), 9.0)
-    return pages.index_copy(0, PAGES.flatten().long(), rows.reshape(6, 8, *rows.shape[2:])), {place: PAGES}
+    pages = rows.new_full((7, 16, *rows.shape[2:]), 9.0)
+    return pages.index_copy(0, PAGES.flatten().long(), rows.reshape(6, 16, *rows.shape[2:])), {place: PAGES}
 
 
 @pytest.mark.parametrize("new", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["plain", "causal", "causal window", "softcap", "alibi"])
 def test_cache_is_its_definition(name: str, place: str, new: int) -> None:
-    settings, memory = SETTINGS[name], draw(2, 3, 16, 2, 8)
+    settings, memory = SETTINGS[name], draw(2, 3, 32, 2, 8)
     (k_cache, where), (v_cache, _) = (as_cache(rows, place) for rows in memory)
     q, (k, v) = draw(3, 3, 4, 8), draw(2, 3, new, 2, 8)
     added = {"k": k, "v": v} if new else {}
@@ -229,6 +230,14 @@ def test_left_pad_and_many_queries(name: str, queries: int) -> None:
             torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), define(*alone, **own))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_cache_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("andrea_triton.target.default_backend", lambda device: "interpreter")
+    for place in PLACES:
+        test_cache_is_its_definition("causal window", place, 3)
+    test_left_pad_and_many_queries("alibi per row", 90)
+
+
 def turned(x: Tensor, position: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """One row (H, D), pair by pair."""
     x, half = x.clone(), cos.shape[1]
@@ -242,7 +251,7 @@ def turned(x: Tensor, position: int, cos: Tensor, sin: Tensor, interleaved: bool
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_turns_queries_and_new_keys(interleaved: bool, causal: bool) -> None:
-    memory, angles = draw(2, 3, 16, 2, 8), draw(16, 3)
+    memory, angles = draw(2, 3, 32, 2, 8), draw(32, 3)
     q, k, v = draw(3, 3, 4, 8), draw(3, 3, 2, 8), draw(3, 3, 2, 8)
     rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     got_memory = memory.clone()

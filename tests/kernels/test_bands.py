@@ -62,7 +62,7 @@ def mark(visits, span, band, BLOCK: tl.constexpr, SLOTS: tl.constexpr, CHECK: tl
 
 @triton.jit
 def visit_keys(shapes, visits, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr):
-    M, N, q_start, own_left, own_right, block = shape_at(shapes)
+    _M, N, q_start, own_left, own_right, block = shape_at(shapes)
     band = Band(None if left is None else own_left, None if right is None else own_right)
     span = key_span(band, q_start + block * BLOCK_M, N, BLOCK_M, BLOCK_N)
     mark(visits, span, band, BLOCK_N, SLOTS, False)

@@ -43,9 +43,7 @@ def mask(seed: object, p: float, interpreted: Interpreted, at: tuple[int, int] =
 
 
 @pytest.mark.parametrize(("counter", "key", "word"), KNOWN)
-def test_philox_gives_the_published_words(
-    counter: tuple[int, int], key: int, word: int, interpreted: Interpreted
-) -> None:
+def test_philox_gives_the_published_words(counter: tuple[int, int], key: int, word: int, interpreted: Interpreted) -> None:
     out = torch.empty(1, dtype=torch.int64)
     interpreted(store_philox, torch.tensor([*counter, key]), out)
     assert out.item() == word

@@ -58,7 +58,9 @@ def test_every_tile_shape_is_accurate(case: Case, tile: Config) -> None:
     rows = 27 if case.lengths_q else case.M
     if case.lengths_q:
         assert saved.out[rows:].isnan().all() and saved.lse[:, rows:].isnan().all(), "slack rows are nobody's"
-        pairs = zip((saved.out[:rows], saved.lse[:, :rows]), *((x[0][:rows], x[1][:, :rows]) for x in (eager, exact)), strict=True)
+        pairs = zip(
+            (saved.out[:rows], saved.lse[:, :rows]), *((x[0][:rows], x[1][:, :rows]) for x in (eager, exact)), strict=True
+        )
     else:
         pairs = zip(saved[:2], eager, exact, strict=True)
     for name, (got, near, far) in zip(("out", "lse"), pairs, strict=True):

@@ -39,9 +39,7 @@ def test_constants() -> None:
 
 
 @pytest.mark.parametrize(("acc", "dtype"), [(FP32, torch.float32), (FP64, torch.float64)])
-def test_the_lowest_pivot_is_the_lowest_finite_number(
-    acc: tl.dtype, dtype: torch.dtype, interpreted: Interpreted
-) -> None:
+def test_the_lowest_pivot_is_the_lowest_finite_number(acc: tl.dtype, dtype: torch.dtype, interpreted: Interpreted) -> None:
     out = torch.zeros(2, dtype=dtype)
     interpreted(store_lowest, out, ACC=acc)
     assert out.tolist() == [torch.finfo(dtype).min] * 2

@@ -98,9 +98,7 @@ def test_alibi_takes_the_slope_of_its_batch_and_head(s: Tensor, interpreted: Int
 
 @pytest.mark.parametrize("shape", [(B, H, M, N), (1, 1, 1, N), (1, H, M, 1), (B, 1, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bias_of_any_broadcast(
-    shape: tuple[int, ...], dtype: torch.dtype, s: Tensor, interpreted: Interpreted
-) -> None:
+def test_bias_of_any_broadcast(shape: tuple[int, ...], dtype: torch.dtype, s: Tensor, interpreted: Interpreted) -> None:
     bias = torch.randn(shape).to(dtype).expand(B, H, M, N)
     out, _ = run(Terms(bias=matrix(bias)), s, interpreted)
     assert torch.equal(out, s[:M, :N] + bias[1, 1].float())

@@ -69,9 +69,7 @@ def dense(s: Tensor, v: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("gain", [1.0, 30.0])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("sink", [None, -2.0, 40.0])
-def test_equals_the_softmax_of_the_whole_row(
-    sink: float | None, exact: bool, gain: float, interpreted: Interpreted
-) -> None:
+def test_equals_the_softmax_of_the_whole_row(sink: float | None, exact: bool, gain: float, interpreted: Interpreted) -> None:
     s, v = torch.randn(M, N) * gain, torch.randn(N, DV)
     weight = None if sink is None else torch.tensor([sink])
     row, x = run(s, v, interpreted, weight, exact), s if exact else s * 0.3

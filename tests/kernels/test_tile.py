@@ -66,9 +66,7 @@ def logits(x: Tensor, y: Tensor, what: Any, interpreted: Interpreted, q_start: i
 
 @pytest.mark.parametrize("settings", [{}, {"scale": -0.3}, {"softcap": 2.0}, {"scale": 0.0}])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_both_orientations_give_the_same_bits(
-    dtype: torch.dtype, settings: dict[str, float], interpreted: Interpreted
-) -> None:
+def test_both_orientations_give_the_same_bits(dtype: torch.dtype, settings: dict[str, float], interpreted: Interpreted) -> None:
     """Forward and dq score q by k, dk and dv score k by q."""
     q, k, what = torch.randn(M, D).to(dtype), torch.randn(N, D).to(dtype), attention(dtype, causal=True, **settings)
     s, capped = logits(q, k, what, interpreted, -9, True, False)

@@ -213,7 +213,7 @@ def test_packed_sequences_own_rows_that_do_not_overlap(q_start: int | None, inte
     found, free = sequences(sizes, 4, interpreted), 0
     for s, (M, N, start, batch, first_q, first_k, first_pad) in enumerate(found):
         assert (first_q, first_k, batch) == (starts_q[s], starts_k[s], 0)
-        assert (M, N) == (starts_q[s + 1] - starts_q[s], starts_k[s + 1] - starts_k[s])
+        assert (starts_q[s + 1] - starts_q[s], starts_k[s + 1] - starts_k[s]) == (M, N)
         assert start == (N - M if q_start is None else q_start)
         assert first_pad >= free and first_pad % PAD.value == 0
         free = first_pad + -(-M // PAD.value) * PAD.value

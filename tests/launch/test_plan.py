@@ -56,19 +56,22 @@ def test_every_parameter_of_a_kernel_has_one_value() -> None:
 def test_grids_cover_every_block() -> None:
     for launch in made(ALL)[0]:
         m, n = launch.config[:2]
-        assert launch.grid == {
-            "forward": (8, -(-70 // m)),
-            "delta": (8, PAD.value // m),
-            "dkdv": (4, -(-90 // n)),
-            "dq": (8, -(-70 // m)),
-            "dbias": (4 * -(-70 // m), -(-90 // n)),
-            "dsinks": (4, 1),
-        }[launch.name]
+        assert (
+            launch.grid
+            == {
+                "forward": (8, -(-70 // m)),
+                "delta": (8, PAD.value // m),
+                "dkdv": (4, -(-90 // n)),
+                "dq": (8, -(-70 // m)),
+                "dbias": (4 * -(-70 // m), -(-90 // n)),
+                "dsinks": (4, 1),
+            }[launch.name]
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 70, 90), (2, 1, 1, 90), (1, 4, 70, 1), (1, 1, 1, 1)])
 def test_a_bias_that_is_broadcast_has_fewer_programs(shape: tuple[int, ...]) -> None:
-    launches, problem = made(replace(ALL, bias=shape))
+    launches, _problem = made(replace(ALL, bias=shape))
     dbias = next(x for x in launches if x.name == "dbias")
     full = (2, 4, 70, 90)
     assert [dbias.constexprs[f"REDUCE_{d}"] for d in "BHMN"] == [a != b for a, b in zip(shape, full, strict=True)]

@@ -1,4 +1,4 @@
-"""The launches of a call, compiled for a GPU that is not there: what they are, that an executor can run them, and their counts."""
+"""The launches of a call, compiled for an absent GPU: what they are, that an executor can run them, and their counts."""
 
 import dataclasses
 import json
