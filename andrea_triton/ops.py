@@ -72,6 +72,8 @@ def run_backward(
     q, k, v, bias, _ = inputs
     assert q is not None and k is not None and v is not None
     if backend == "torch":
+        if dlse is not None and dlse.is_cpu and not dlse.any():
+            dlse = None  # a graph sends zeros where an eager call sends nothing
         if dlse is None and dout is not None and not (needs[3] or needs[4]) and cpu.fused(problem, q, k):
             return (*cpu.backward(problem, q, k, v, saved[0], saved[1], dout), None, None)
         leaves = tuple(None if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True))
@@ -394,6 +396,9 @@ def attend(
         k = k.view_as(k) if k is q else k  # Dynamo wants every argument to be another tensor
         v = v.view_as(v) if v is q or v is k else v
         tensors, numbers = take_apart(problem, bias, backend)
-        out, lse, _, _ = Traced.apply(q, k, v, *tensors, *numbers)
+        learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks))
+        # Dynamo cannot trace a Function that nothing differentiates.
+        call = Traced.apply if learned or not torch.compiler.is_compiling() else forward_op
+        out, lse, _, _ = call(q, k, v, *tensors, *numbers)
         return out, lse
     return Attend.apply(q, k, v, bias, sinks, problem, backend)

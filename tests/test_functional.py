@@ -81,23 +81,25 @@ def test_every_pair_of_features(backend: str, case: Case, dtype: torch.dtype) ->
     check(make_inputs(case, dtype), by(backend), case.name)
 
 
+def home_shape(dtype: torch.dtype) -> Inputs:
+    """T = 1024, 12 heads x 64, causal."""
+    return make_inputs(Case("ANDREA-120M", HQ=12, M=1024, D=64, causal=True), dtype)
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="the kernels are Triton's")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
-def test_home_shape_is_right_in_ten_seconds(dtype: torch.dtype) -> None:
-    """T = 1024, 12 heads x 64, causal, forward and backward, on one core."""
-    inputs = make_inputs(Case("ANDREA-120M", HQ=12, M=1024, D=64, causal=True), dtype)
-    spent: list[float] = []
+def test_home_shape_is_right(dtype: torch.dtype) -> None:
+    check(home_shape(dtype), by("interpreter"), "home shape")
 
-    def attend(x: Inputs) -> tuple[Tensor, Tensor]:
-        spent.append(time.process_time())
-        return by("interpreter")(x)
 
-    got = run(inputs, attend)
-    seconds = time.process_time() - spent[0]
-    exact, eager = run(cast(inputs, F64), attend_reference), run(inputs, attend_reference)
-    for name in ("out", "lse", "dq", "dk", "dv"):
-        assert_accurate(*(getattr(x, name) for x in (got, eager, exact)), getattr(got, name).dtype, name)
-    assert seconds < 10
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="the kernels are Triton's")
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+def test_home_shape_takes_under_ten_seconds(dtype: torch.dtype) -> None:
+    """Forward and backward, on one core of a machine that does nothing else."""
+    inputs, start = home_shape(dtype), time.process_time()
+    run(inputs, by("interpreter"))
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,6 +16,9 @@ from andrea_triton.errors import UnsupportedError
 from andrea_triton.integrations import sdpa
 from andrea_triton.integrations.sdpa import NAME, register_flash, replace_sdpa
 
+# torch.compile itself makes an instance of what it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 
 class Block(nn.Module):
     """Attention as anyone writes it, under a name of its own for the function."""
