@@ -253,7 +253,7 @@ class TracedBackward(torch.autograd.Function):
         return backward_op(*args)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Nothing is kept."""
 
     @staticmethod
@@ -315,11 +315,7 @@ def _each(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, .
     return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
 
 
-def _setup_op(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    Traced.setup_context(ctx, inputs, output)
-
-
-forward_op.register_autograd(Traced.backward, setup_context=_setup_op)
+forward_op.register_autograd(Traced.backward, setup_context=lambda ctx, inputs, output: Traced.setup_context(ctx, inputs, output))
 
 
 def traced(q: Tensor) -> bool:

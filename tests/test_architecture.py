@@ -356,11 +356,12 @@ def test_imports_without_triton() -> None:
 
 
 def test_imports_no_triton_and_in_under_100_ms_over_torch() -> None:
+    # The processor's time, for other tests run at the same time.
     code = (
-        "import time, sys, torch\nbefore, start = set(sys.modules), time.perf_counter()\nimport andrea_triton\n"
-        "print(time.perf_counter() - start, 'triton' in set(sys.modules) - before)"
+        "import time, sys, torch\nbefore, start = set(sys.modules), time.process_time()\nimport andrea_triton\n"
+        "print(time.process_time() - start, 'triton' in set(sys.modules) - before)"
     )
-    runs = [fresh(code).split() for _ in range(3)]
+    runs = [fresh(code).split() for _ in range(4)]
     assert {new_triton for _, new_triton in runs} == {"False"}
     assert min(float(seconds) for seconds, _ in runs) < 0.1
 

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from andrea_triton.errors import CompileError
+from andrea_triton.kernels.views import View
 from andrea_triton.launch.plan import Launch
 
 POINTERS = {
@@ -42,8 +43,13 @@ class Argument(NamedTuple):
     constant: Any = None
 
 
-def describe(x: Any, name: str = "") -> Argument | tuple[Any, ...]:
-    """The Argument of a value, or a tuple of them for a tuple. Raises CompileError for a value that no kernel can take."""
+def describe(x: Any, aligned: bool = False) -> Argument | tuple[Any, ...]:
+    """The Argument of a value, or a tuple of them for a tuple. Strides of a View are hinted all or none: with a row stride
+    that is
+    not divisible by 16 the others help nothing, and whether they are may change with the length.
+
+    Raises:
+        CompileError: no kernel can take such a value."""
     if isinstance(x, torch.Tensor):
         return Argument(POINTERS[x.dtype], x.data_ptr() % 16 == 0)
     if x is None or isinstance(x, (JITFunction, tl.dtype)):
@@ -51,15 +57,16 @@ def describe(x: Any, name: str = "") -> Argument | tuple[Any, ...]:
     if isinstance(x, tl.constexpr):
         return Argument("constexpr", constant=x.value)
     if isinstance(x, tuple):
+        aligned = isinstance(x, View) and x.stride_t % 16 == 0 and x.stride_h % 16 == 0 and x.stride_b % 16 == 0
         fields = getattr(x, "_fields", ("",) * len(x))
-        return tuple([describe(y, n) for y, n in zip(x, fields, strict=True)])
+        return tuple([describe(y, aligned and n.startswith("stride")) for y, n in zip(x, fields, strict=True)])
     if isinstance(x, np.float64):
         return Argument("fp64")
     if isinstance(x, float):
         return Argument("fp32")
     if isinstance(x, (int, np.int64)):
         wide = isinstance(x, np.int64) or not -(2**31) <= x < 2**31
-        return Argument("i64" if wide else "i32", name.startswith("stride") and x % 16 == 0)
+        return Argument("i64" if wide else "i32", aligned)
     raise CompileError(
         f"a kernel argument is a {type(x).__name__}; wanted a tensor, a number, None, a jit function or a tuple of these"
     )

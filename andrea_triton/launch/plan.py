@@ -69,15 +69,17 @@ def _stride(stride: int) -> int | np.int64:
 
 
 def view(t: Tensor, packed: bool) -> View:
-    """The kernel's view of a (B, H, T, D) tensor, or of a packed (total, H, D) one."""
+    """The kernel's view of a (B, H, T, D) tensor, or of a packed (total, H, D) one. Strides that grow with the length
+    are always 64 bits wide, the one within a tile only where it has to be."""
     if packed:
-        return View(t, 0, _stride(t.stride(1)), _stride(t.stride(0)))
-    return View(t, _stride(t.stride(0)), _stride(t.stride(1)), _stride(t.stride(2)))
+        return View(t, np.int64(0), np.int64(t.stride(1)), _stride(t.stride(0)))
+    return View(t, np.int64(t.stride(0)), np.int64(t.stride(1)), _stride(t.stride(2)))
 
 
 def matrix(t: Tensor) -> Matrix:
     """The kernel's view of a (B, H, M, N) tensor."""
-    return Matrix(t, *(_stride(s) for s in t.stride()))
+    b, h, m, n = t.stride()
+    return Matrix(t, np.int64(b), np.int64(h), np.int64(m), n if n * t.shape[3] < 2**31 else np.int64(n))
 
 
 def number(x: float, problem: Problem) -> float:

@@ -30,7 +30,7 @@ def shared_memory(kernel: str, card: Card, config: Config, D: int, itemsize: int
     barriers = BARRIERS if int(card.target[3:]) >= 90 else 0
     if kernel == "forward":
         return itemsize * (kept * D + streamed * D * max(2 * stages, 3)) + barriers
-    return itemsize * (kept + 3 * streamed) * width + barriers
+    return itemsize * (kept + max(stages, 2) * streamed) * width + barriers
 
 
 ENTRIES = [

@@ -144,6 +144,18 @@ def test_one_pass_equals_prefill_and_decoding(backend: str, name: str, make: Mak
         assert_accurate(got[b], eager[b, :n], exact[b, :n], torch.float32, f"sequence {b}")
 
 
+@pytest.mark.parametrize("backend", ["torch", "naive"])
+def test_long_ragged_prefill(backend: str) -> None:
+    """More rows than one tile of decoding takes."""
+    layer, x, lengths = layers("rotary and softcap", backend), torch.randn(2, 40, 16), [40, 23]
+    cache = KVCache(2, 1, 40, 4)
+    padded = torch.stack([x[0], torch.cat((torch.zeros(17, 16), x[1, :23]))])
+    out = layer(padded, cache=cache, rows=lengths)
+    exact, eager = layers("rotary and softcap", "reference").double()(x.double()), layers("rotary and softcap", "reference")(x)
+    for b, n in enumerate(lengths):
+        assert_accurate(out[b, 40 - n :], eager[b, :n], exact[b, :n], torch.float32, f"sequence {b}")
+
+
 def test_work_follows_the_length_not_the_capacity() -> None:
     """A cache of any capacity hands the same few rows to attention."""
     seen = []
