@@ -65,8 +65,8 @@ def check(ranks: Ranks, size: int, case: Case, dtype: torch.dtype, layout: Layou
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_process(ranks: Ranks, size: int, layout: Layout, case: Case) -> None:
-    # A query that sees one key has gradient 0, which fp32 eager gives exactly and a recomputed softmax to a few roundings: the packed
-    # case, which has such rows, is judged in fp64.
+    # A query that sees one key has gradient 0, which fp32 eager gives exactly and a recomputed softmax to a few roundings: the
+    # packed case, which has such rows, is judged in fp64.
     packed = case.lengths_q is not None
     check(ranks, size, case, FP64 if packed else FP32, layout, "reference" if packed else "torch")
 
