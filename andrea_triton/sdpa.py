@@ -37,8 +37,8 @@ def scaled_dot_product_attention(
 
     Example:
         >>> x = torch.randn(2, 3, 5, 8)
-        >>> torch.allclose(scaled_dot_product_attention(x, x, x), torch.nn.functional.scaled_dot_product_attention(x, x, x),
-        atol=1e-5)
+        >>> wanted = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        >>> torch.allclose(scaled_dot_product_attention(x, x, x), wanted, atol=1e-5)
         True
     """
     if attn_mask is not None and is_causal:
