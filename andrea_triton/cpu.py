@@ -1,20 +1,24 @@
 """The torch backend: PyTorch's own fused attention where it says what is asked, else the dense reference.
 
-Fused attention is taken on the CPU for dense problems that a position band and masks describe. It reports lse = 0 on rows
-that see
-nothing and spreads a NaN of a masked key, and its gradients are wrong on rows of scores near the end of the float range: those go
-the dense way, found by looking at the inputs, which costs no synchronisation on a CPU.
+Fused attention is taken on the CPU for dense problems that a position band and masks describe. It reports lse = 0 on rows that
+see nothing and spreads a NaN of a masked key; such problems go the dense way, found by looking at the inputs, which costs no
+synchronisation on a CPU. PyTorch's fused backward is not used: it takes the weights as exp(s - lse), which loses the digits
+of a large lse, and so misses the accuracy rule on peaked rows. The backward here makes the weights of a block of rows once more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from .problem import Problem
+from .problem import Problem, accumulator, output_shape
 from .reference import reference
 
 LARGEST_BIAS = 2.0**14  # beyond it lse in fp32 no longer resolves the logarithm of the row sum
+ROWS = 128  # of a block of the backward
+TILE = 2**18  # scores that the backward holds at a time, unless a single block of rows has more
 
 
 def fused(problem: Problem, q: Tensor, k: Tensor) -> bool:
@@ -38,7 +42,12 @@ def fused(problem: Problem, q: Tensor, k: Tensor) -> bool:
         size = size.masked_fill(extras.bias == float("-inf"), 0.0)
         if extras.bias.requires_grad or not bool((size <= LARGEST_BIAS).all()):
             return False
-    return bool(k.isfinite().all()) and bool(q.isfinite().all())
+    return all_finite(k) and all_finite(q)
+
+
+def all_finite(t: Tensor) -> bool:
+    """Whether no element is inf or NaN. A sum is read several times faster than elements are looked at, and seldom overflows."""
+    return bool(t.sum().isfinite()) or bool(t.isfinite().all())
 
 
 def mask_of(problem: Problem) -> tuple[Tensor | None, bool]:
@@ -91,11 +100,82 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     return out, lse.contiguous() if empty is None else lse.masked_fill(empty, float("-inf")).contiguous()
 
 
-def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> list[Tensor]:
-    """dq, dk, dv of a problem that fused() accepts, for a gradient of out alone."""
-    mask, is_causal = mask_of(problem)
-    q, k, v, dout = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(dout)
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    lse = lse.masked_fill(lse == float("-inf"), 0.0)
-    grads = op(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=problem.scale)
-    return [grad.to(t.dtype) for grad, t in zip(grads, (q, k, v), strict=True)]
+def backward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a problem that fused() accepts, in memory that grows with the length.
+
+    Maths:  p = softmax(s), dp = dout vᵀ, ds = p (dp - Σ p dp + dlse); dq = scale ds k, dk = scale dsᵀ q, dv = pᵀ dout
+    Shapes: all of a block of rows of some heads at a time; the query heads of a key head lie among the rows.
+    Source: arXiv 2205.14135, section B.4.
+    """
+    acc, G = accumulator(problem.dtype), problem.group
+    grads = tuple(torch.zeros_like(t, dtype=acc, memory_format=torch.contiguous_format) for t in (q, k, v))
+    dq, dk, dv = grads[0].unflatten(1, (-1, G)), *grads[1:]
+    for block in blocks(problem):
+        b, h, i, j = block
+        q_tile, k_tile, v_tile = grouped(q, block, G).to(acc) * problem.scale, k[b, h, j].to(acc), v[b, h, j].to(acc)
+        p = weights_tile(problem, q_tile @ k_tile.mT, lse, block)
+        do_tile = grouped(dout, block, G).to(acc)
+        dv[b, h, j] += p.mT @ do_tile
+        dp = do_tile @ v_tile.mT
+        delta = torch.linalg.vecdot(p, dp)[..., None]
+        ds = dp.sub_(delta if dlse is None else delta - grouped(dlse[..., None], block, G)).mul_(p)
+        dq[b, h, :, i] = (ds @ k_tile).mul_(problem.scale).unflatten(2, (G, -1))
+        dk[b, h, j] += ds.mT @ q_tile
+    return tuple(laid_out(grad, t, t.shape[-1], False) for grad, t in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
+
+
+def blocks(problem: Problem) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """Batch entries, key heads, rows and the keys these see: all pairs of the problem, at most about TILE at a time."""
+    left, right = problem.band()
+    for first in range(0, problem.M, ROWS):
+        end = min(first + ROWS, problem.M)
+        low = 0 if left is None else max(0, problem.q_start + first - left)
+        high = problem.N if right is None else min(problem.N, problem.q_start + end + right)
+        if low >= high:
+            continue
+        heads = max(1, TILE // ((end - first) * (high - low) * problem.group))
+        entries = max(1, heads // problem.HKV)
+        for b in range(0, problem.B, entries):
+            for h in range(0, problem.HKV, heads):
+                yield slice(b, b + entries), slice(h, h + heads), slice(first, end), slice(low, high)
+
+
+def grouped(t: Tensor, block: tuple[slice, ...], group: int) -> Tensor:
+    """A block of a tensor (B, HQ, M, any): (b, h, group · rows, any)."""
+    b, h, i, _ = block
+    return t.unflatten(1, (-1, group))[b, h, :, i].flatten(2, 3)
+
+
+def weights_tile(problem: Problem, s: Tensor, lse: Tensor, block: tuple[slice, slice, slice, slice]) -> Tensor:
+    """The softmax over the visible scores of a block (b, h, group · rows, keys), which it overwrites; 0 in rows without keys."""
+    extras, (left, right), (b, h, i, j) = problem.extras, problem.band(), block
+    tile = s.unflatten(2, (problem.group, -1))
+    here = (b, h, slice(None), i, j)
+    if extras.bias is not None:
+        tile += extras.bias.unflatten(1, (-1, problem.group))[here]
+    if extras.keep is not None:
+        tile.masked_fill_(~extras.keep.unflatten(1, (-1, problem.group))[here], float("-inf"))
+    q_pos = torch.arange(i.start, i.stop)[:, None] + problem.q_start
+    k_pos = torch.arange(j.start, j.stop)
+    if left is not None:  # the last query hides most
+        edge = max(0, problem.q_start + i.stop - 1 - left - j.start)
+        tile[..., :edge].masked_fill_(k_pos[:edge] < q_pos - left, float("-inf"))
+    if right is not None:  # the first does
+        edge = max(0, problem.q_start + i.start + right + 1 - j.start)
+        tile[..., edge:].masked_fill_(k_pos[edge:] > q_pos + right, float("-inf"))
+    p, empty = torch.softmax(s, -1), grouped(lse[..., None], block, problem.group) == float("-inf")
+    return p.masked_fill_(empty, 0.0) if empty.any() else p
+
+
+def room_like(t: Tensor, features: int, packed: bool) -> Tensor:
+    """Room for (.., features) in the memory order of t, as launch/run.py allocates it."""
+    shape, swapped = output_shape(t, features, packed)
+    return t.new_empty(shape).transpose(1, 2) if swapped else t.new_empty(shape)
+
+
+def laid_out(value: Tensor, t: Tensor, features: int, packed: bool) -> Tensor:
+    """value in the memory order and dtype of t, a copy where it has another."""
+    room = room_like(t, features, packed)
+    return value if value.stride() == room.stride() and value.dtype == t.dtype else room.copy_(value)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import cpu
 from .errors import UnsupportedError
-from .problem import Problem, accumulator, make_problem, output_shape
+from .problem import Problem, accumulator, make_problem
 from .reference import reference, statistics
 from .spec import AttentionSpec
 
@@ -58,6 +58,7 @@ def run_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str)
     """out, lse, and the row pivots and sums that the kernels' backward takes (empty for backend torch)."""
     if backend == "torch":
         out, lse = cpu.forward(problem, q, k, v)
+        out = cpu.laid_out(out, q, problem.DV, problem.packed)
         return out, lse, lse.new_empty(0), lse.new_empty(0)
     from .launch import run
 
@@ -72,12 +73,14 @@ def run_backward(
     q, k, v, bias, _ = inputs
     assert q is not None and k is not None and v is not None
     if backend == "torch":
-        if dlse is not None and dlse.is_cpu and not dlse.any():
-            dlse = None  # a graph sends zeros where an eager call sends nothing
-        if dlse is None and dout is not None and not (needs[3] or needs[4]) and cpu.fused(problem, q, k):
-            return (*cpu.backward(problem, q, k, v, saved[0], saved[1], dout), None, None)
+        if not (needs[3] or needs[4]) and cpu.fused(problem, q, k):
+            dout = torch.zeros_like(saved[0]) if dout is None else dout
+            return (*cpu.backward(problem, q, k, v, saved[1], dout, dlse), None, None)
         leaves = tuple(None if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True))
-        return tuple(dense_backward(problem, leaves, dout, dlse, False))
+        found = dense_backward(problem, leaves, dout, dlse, False)
+        pairs = zip(found[:3], (q, k, v), strict=True)
+        laid_out = (None if g is None else cpu.laid_out(g, t, t.shape[-1], problem.packed) for g, t in pairs)
+        return (*laid_out, *found[3:])
     from .launch import run
     from .launch.plan import Saved
 
@@ -94,13 +97,13 @@ def partial_backward(
     """dq, dk, dv of attention over some keys of rows whose out and lse are of all their keys: over the parts they add up."""
     empty, dlse, cpu_kind = lse == float("-inf"), None, backend in ("torch", "reference")
     saved: tuple[Tensor, ...] = (out, lse)
-    if cpu_kind and (backend == "reference" or not cpu.fused(problem, q, k)):
+    if cpu_kind:
         with torch.no_grad():
-            part, part_lse = saved = reference(problem, q, k, v)
+            part, part_lse = saved = cpu.forward(problem, q, k, v) if backend == "torch" else reference(problem, q, k, v)
         share = torch.exp(part_lse - lse.masked_fill(empty, 0.0))[..., None]
         dlse = (share * dout * (part - out)).sum(-1)
         dout = (share * dout).to(q.dtype)
-    elif not cpu_kind:
+    else:
         from .launch.plan import attention
 
         unit = 1.0 if attention(problem, "ieee").exact.value else 1.0 / math.log(2.0)
@@ -186,19 +189,7 @@ def forward_op(
     numbers = (left, right, q_start, scale, softcap, dropout_p, precise, max_q, max_k, backend)
     problem, backend = put_together(q, k, v, tensors, numbers)
     out, lse, row_max, row_sum = run_forward(problem, q, k, v, backend)
-    return _laid_out(out, q, v.shape[-1], problem.packed), lse, row_max, row_sum
-
-
-def _like(t: Tensor, features: int, packed: bool) -> Tensor:
-    """Room in the memory order of t, as launch/run.py allocates it."""
-    shape, swapped = output_shape(t, features, packed)
-    return t.new_empty(shape).transpose(1, 2) if swapped else t.new_empty(shape)
-
-
-def _laid_out(value: Tensor, t: Tensor, features: int, packed: bool) -> Tensor:
-    """value in the memory order of t: what the fake says and a graph relies on."""
-    room = _like(t, features, packed)
-    return value if value.stride() == room.stride() and value.dtype == t.dtype else room.copy_(value)
+    return out, lse, row_max, row_sum
 
 
 @forward_op.register_fake
@@ -207,7 +198,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
     rows = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:3])
     lse = q.new_empty(rows, dtype=accumulator(q.dtype))
     parts = [torch.empty_like(lse) if kernels else lse.new_empty(0) for _ in range(2)]
-    return _like(q, v.shape[-1], packed), lse, parts[0], parts[1]
+    return cpu.room_like(q, v.shape[-1], packed), lse, parts[0], parts[1]
 
 
 @torch.library.custom_op("andrea_triton::backward", mutates_args=())
@@ -227,7 +218,7 @@ def backward_op(
     return tuple(
         q.new_empty(0) if t is None or not need
         else torch.zeros_like(t) if grad is None
-        else _laid_out(grad, t, t.shape[-1], problem.packed) if i < 3
+        else grad if i < 3
         else grad.contiguous()
         for i, (grad, t, need) in enumerate(zip(grads, inputs, needs, strict=True))
     )  # type: ignore[return-value]  # fmt: skip
@@ -238,7 +229,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     needs, inputs, packed = args[6], args[7:12], args[16] is not None
     return tuple(
         inputs[0].new_empty(0) if t is None or not need
-        else _like(t, t.shape[-1], packed) if i < 3
+        else cpu.room_like(t, t.shape[-1], packed) if i < 3
         else t.new_empty(t.shape)
         for i, (t, need) in enumerate(zip(inputs, needs, strict=True))
     )  # fmt: skip
