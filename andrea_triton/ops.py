@@ -19,7 +19,7 @@ from torch import Tensor
 from . import cpu
 from .errors import UnsupportedError
 from .problem import Problem, accumulator, make_problem
-from .reference import reference, statistics
+from .reference import reference, row_bias_grad, statistics
 from .spec import AttentionSpec
 
 Gradients = tuple[Tensor | None, ...]
@@ -86,8 +86,11 @@ def run_backward(
 
     dout = torch.zeros_like(saved[0]) if dout is None else dout
     shape = None if bias is None or not needs[3] else (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    by_rows = shape is not None and shape[-1] == 1
+    shape = None if by_rows else shape
     grads = run.backward(q, k, v, dout, dlse, Saved(*saved), problem, backend, (needs[0], needs[1] or needs[2]), shape, needs[4])
-    dbias = None if grads.dbias is None or bias is None else grads.dbias.reshape(bias.shape).to(bias.dtype)
+    dbias = row_bias_grad(saved[0], saved[1], inputs[4], dout, dlse) if by_rows else grads.dbias
+    dbias = None if dbias is None or bias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
     return grads.dq, grads.dk, grads.dv, dbias, grads.dsinks
 
 

@@ -353,3 +353,30 @@ def _torch_fn(name: str, torch_fn: Callable[..., Any] | None) -> Callable[..., A
         reason = f"torch_fn is missing; give {name} its dense twin, torch_fn=, or use backend='triton'"
         raise UnsupportedError(name, "reference", reason)
     return torch_fn
+
+
+def row_bias_grad(out: Tensor, lse: Tensor, sinks: Tensor | None, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """Gradient of a number added to all logits of a query: it leaves the weights alone, and with a sink takes weight from that.
+
+    Summing dS over the keys would leave only rounding here.
+
+    Args:
+        out: (B, HQ, M, DV).
+        lse: (B, HQ, M).
+        sinks: (HQ,) or None.
+        dout: gradient of out.
+        dlse: gradient of lse, or None.
+
+    Returns:
+        (B, HQ, M, 1), dtype of lse: P dlse + (1 - P) Σ dout out, P = 1 - exp(sink - lse) being the weight of the keys.
+
+    Example:
+        >>> one = torch.ones(1, 1, 1)
+        >>> row_bias_grad(one[..., None], one, None, one[..., None], 3 * one).item()
+        3.0
+    """
+    grad = torch.zeros_like(lse) if dlse is None else dlse
+    if sinks is not None:
+        keys = -torch.expm1(sinks.to(lse.dtype)[:, None] - lse)
+        grad = keys * grad + (1 - keys) * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return grad.masked_fill(lse == float("-inf"), 0.0)[..., None]

@@ -31,11 +31,11 @@ def dbias_tile(q, k, v, do, rows, b, h, m, n, seq, attention, BLOCK_M: tl.conste
 
 @triton.jit
 def dbias(q, k, v, do, rows, dbias_out, attention, REDUCE_B: tl.constexpr, REDUCE_H: tl.constexpr, REDUCE_M: tl.constexpr,
-          REDUCE_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Gradient of one tile of the bias, summed over the dims along which the bias was broadcast.
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Gradient of one tile of a bias per key, summed over the dims along which the bias was broadcast.
 
     Maths:  dbias = sum of dS = P (dP - delta) over the REDUCE_ dims, in order.
-    Shapes: q [B,HQ,M,D]  k [B,HKV,N,D]  v [B,HKV,N,DV]  do [B,HQ,M,DV]  dbias_out [B or 1, HQ or 1, M or 1, N or 1] fp32 (fp64)
+    Shapes: q [B,HQ,M,D]  k [B,HKV,N,D]  v [B,HKV,N,DV]  do [B,HQ,M,DV]  dbias_out [B or 1, HQ or 1, M or 1, N] fp32 (fp64)
     Grid:   (batches heads row-blocks of dbias_out, its column-blocks)
     Source: the derivative of softmax, as in arXiv 2307.08691, algorithm 2."""
     sizes = attention.sizes
@@ -52,15 +52,13 @@ def dbias(q, k, v, do, rows, dbias_out, attention, REDUCE_B: tl.constexpr, REDUC
             for m in range(row, sizes.M if REDUCE_M else row + 1, BLOCK_M):
                 span = key_span(attention.band, seq.q_start + m, seq.N, BLOCK_M, BLOCK_N)
                 last = span.edge_hi + (0 if attention.band.left is None else span.full_hi - span.full_lo)
-                for n in range(col, tl.minimum(last, sizes.N if REDUCE_N else col + 1), BLOCK_N):
-                    acc += dbias_tile(q, k, v, do, rows, b, h, m, n, seq, attention, BLOCK_M, BLOCK_N)
+                if col < last:
+                    acc += dbias_tile(q, k, v, do, rows, b, h, m, col, seq, attention, BLOCK_M, BLOCK_N)
 
     t, c = row + tl.arange(0, BLOCK_M)[:, None], col + tl.arange(0, BLOCK_N)[None, :]
     if REDUCE_M:
         acc, t = tl.sum(acc, 0)[None, :], tl.zeros([1, 1], tl.int32)
-    if REDUCE_N:
-        acc, c = tl.sum(acc, 1)[:, None], tl.zeros([1, 1], tl.int32)
-    live = (t < (1 if REDUCE_M else sizes.M)) & (c < (1 if REDUCE_N else sizes.N))
+    live = (t < (1 if REDUCE_M else sizes.M)) & (c < sizes.N)
     tl.store(matrix_pointers(dbias_out, batch, head, t, c), acc, mask=live)
 
 

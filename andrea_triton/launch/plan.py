@@ -124,7 +124,7 @@ def attention(problem: Problem, precision: str) -> Attention:
     """What every launch of a problem has in common. precision is how fp32 is multiplied: ieee or tf32."""
     extras, parts = problem.extras, terms(problem)
     made = (parts.cap, parts.score, parts.slopes, parts.bias, parts.keep, parts.mask)
-    plain = problem.scale > 0 and all(x is None for x in made)
+    plain = problem.dtype.itemsize == 2 and problem.scale > 0 and all(x is None for x in made)
     sizes = Sizes(
         problem.M,
         problem.N,
@@ -174,8 +174,8 @@ def grid(name: str, args: tuple[Any, ...], problem: Problem, config: Config) -> 
     if name == "dsinks":
         return problem.HQ, 1
     if name == "dbias":
-        batch, of_heads, rows, cols = args[5].ptr.shape
-        return batch * of_heads * (m_blocks if rows == M else 1), n_blocks if cols == N else 1
+        batch, of_heads, rows, _ = args[5].ptr.shape
+        return batch * of_heads * (m_blocks if rows == M else 1), n_blocks
     return heads, m_blocks
 
 
@@ -263,7 +263,7 @@ def backward_plan(
     if grads.dq is not None:
         plan.append(launch("dq", backward.dq, (*inputs, view(grads.dq, problem.packed), common), problem, target))
     if grads.dbias is not None:
-        full = {f"REDUCE_{d}": n != m for d, n, m in zip("BHMN", grads.dbias.shape, dense_shape(problem), strict=True)}
+        full = {f"REDUCE_{d}": n != m for d, n, m in zip("BHM", grads.dbias.shape, dense_shape(problem), strict=False)}
         plan.append(launch("dbias", term_grads.dbias, (*inputs, matrix(grads.dbias), common), problem, target, **full))
     if grads.dsinks is not None:
         plan.append(launch("dsinks", term_grads.dsinks, (problem.extras.sinks, numbers, grads.dsinks, common), problem, target))

@@ -61,7 +61,7 @@ def test_dbias_has_the_rank_and_dtype_of_the_bias(shape: tuple[int, ...], dtype:
 @pytest.mark.parametrize("tile", [Config(32, 16), Config(16, 32)], ids=lambda t: f"{t.BLOCK_M}x{t.BLOCK_N}")
 def test_dbias_for_every_tile_shape(tile: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tile(tile, monkeypatch)
-    for shape, settings in (((20, 1), {"window": (9, 5)}), ((1, 37), {"causal": True})):
+    for shape, settings in (((20, 37), {"window": (9, 5)}), ((1, 37), {"causal": True})):
         case = Case("bias", B=1, HQ=2, HKV=1, M=20, N=37, D=16, bias=shape, **settings)
         check(make_inputs(case, torch.float32), attend, str(shape))
 
@@ -70,6 +70,25 @@ def test_dbias_of_rows_that_see_nothing() -> None:
     case = Case("bias", B=1, HQ=2, M=37, N=20, D=16, bias=(37, 20), causal=True, hidden=0.4)
     got = check(make_inputs(case, torch.float32), attend, "empty rows")
     assert got.dbias is not None and (got.dbias[:17] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=lambda x: str(x)[6:])
+@pytest.mark.parametrize("shape", [(2, 1, 1), ()], ids=str)
+def test_dbias_of_a_number_per_query_has_no_rounding_of_the_output_in_it(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """It moves no weight from key to key, so a sum of dS would leave nothing but the rounding of out."""
+    case = Case("rows", B=1, HQ=2, M=23, N=12, D=16, bias=shape, causal=True)
+    for seed in range(2):
+        inputs = make_inputs(case, dtype, seed=seed)
+        check(inputs, attend, "out and lse")
+        got = check(inputs._replace(dlse=None), attend, "out")
+        assert got.dbias is not None and (got.dbias == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda x: str(x)[6:])
+@pytest.mark.parametrize("more", [{}, {"dropout_p": 0.3}, {"key_lengths": (0, 11)}], ids=str)
+def test_dbias_of_a_number_per_query_beside_sinks(more: dict[str, Any], dtype: torch.dtype) -> None:
+    """It takes weight from the sink."""
+    check_pooled(Case("rows", B=2, HQ=2, M=33, N=20, D=16, bias=(33, 1), sinks=True, causal=True, **more), "dbias", dtype)
 
 
 SINKS = [
