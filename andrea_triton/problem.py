@@ -101,7 +101,8 @@ class Problem:
         return self.N - self.M if self.spec.q_start is None else self.spec.q_start
 
     def band(self) -> tuple[int | None, int | None]:
-        """spec.left and spec.right, each None where it hides no key at these lengths; so both fit in 32 bits."""
+        """spec.left and spec.right, no larger than hides no key at these lengths, so that both fit in 32 bits. An open side is
+        None; one that hides nothing stays a number, for which side is open decides what is compiled, and lengths must not."""
         queries, keys = (self.max_q, self.max_k) if self.packed else (self.M, self.N)
         if self.spec.q_start is None:
             to_first_key, to_last_key = keys - 1, queries - 1
@@ -109,8 +110,8 @@ class Problem:
             to_first_key, to_last_key = self.spec.q_start + queries - 1, keys - 1 - self.spec.q_start
         left, right = self.spec.left, self.spec.right
         return (
-            None if left is None or left >= to_first_key else left,
-            None if right is None or right >= to_last_key else right,
+            None if left is None else min(left, max(0, to_first_key)),
+            None if right is None else min(right, max(0, to_last_key)),
         )
 
 

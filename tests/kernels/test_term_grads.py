@@ -72,7 +72,7 @@ def test_dbias_of_rows_that_see_nothing() -> None:
     assert got.dbias is not None and (got.dbias[:17] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=lambda x: str(x)[6:])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda x: str(x)[6:])
 @pytest.mark.parametrize("shape", [(2, 1, 1), ()], ids=str)
 def test_dbias_of_a_number_per_query_has_no_rounding_of_the_output_in_it(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """It moves no weight from key to key, so a sum of dS would leave nothing but the rounding of out."""

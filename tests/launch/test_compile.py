@@ -63,18 +63,16 @@ def test_a_new_length_or_number_tells_nothing_new(features: dict[str, Any], D: i
     if isinstance(features.get("window"), tuple):
         changed["window"] = (7, 1)
     told_first = [told(launch) for launch in plans(first, torch.bfloat16)]
-    for M, N, B in ((33, 97, 1), (9, 32, 2), (1000, 1000, 16), (128, 77, 3)):
+    for M, N, B in ((33, 97, 1), (9, 32, 2), (1000, 1000, 16), (128, 77, 3), (1, 50, 2), (1, 1, 1)):
         other = replace(first, M=M, N=N, B=B, **{name: changed[name] for name in changed.keys() & features})
         assert [told(launch) for launch in plans(other, torch.bfloat16)] == told_first, other
 
 
-def test_a_band_that_hides_nothing_is_told_as_an_open_one() -> None:
-    """A length within the window takes the kernel without a window: one kernel more, not one a length."""
+def test_a_length_within_the_window_tells_nothing_new() -> None:
     windowed = Case("windowed", M=64, D=64, causal=True, window=100)
-    told_causal = [told(launch) for launch in plans(replace(windowed, window=None), torch.bfloat16)]
-    assert [told(launch) for launch in plans(windowed, torch.bfloat16)] == told_causal
-    assert [told(launch) for launch in plans(replace(windowed, M=99), torch.bfloat16)] == told_causal
-    assert [told(launch) for launch in plans(replace(windowed, M=101), torch.bfloat16)] != told_causal
+    told_first = [told(launch) for launch in plans(windowed, torch.bfloat16)]
+    for M, N in ((99, 99), (101, 101), (1, 300), (1, 1)):
+        assert [told(launch) for launch in plans(replace(windowed, M=M, N=N), torch.bfloat16)] == told_first
 
 
 def test_a_new_length_of_packed_sequences_tells_nothing_new() -> None:
