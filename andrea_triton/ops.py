@@ -1,10 +1,8 @@
 """From a checked problem to tensors with gradients: the autograd Function, and the opaque operators for graphs.
 
 An eager call goes straight to the kernels through `Attend`. While torch.compile or torch.export traces, or a transform or
-dispatch
-mode is active, the same work goes through the operators `andrea_triton::forward` and `andrea_triton::backward`, which a
-graph keeps
-whole: Triton's own capture of kernels loses tensors inside NamedTuples.
+dispatch mode is active, the same work goes through the operators `andrea_triton::forward` and `andrea_triton::backward`,
+which a graph keeps whole: Triton's own capture of kernels loses tensors inside NamedTuples.
 """
 
 from __future__ import annotations
@@ -301,11 +299,9 @@ class Traced(torch.autograd.Function):
 
 def _each(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """vmap by a loop: the results of every batch entry, stacked."""
-    rows = []
-    for i in range(size):
-        rows.append(
-            function(*(x if d is None or isinstance(d, list) else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
-        )
+    entries = ([x if d is None or isinstance(d, list) else x.select(d, i) for x, d in zip(args, in_dims, strict=True)]
+               for i in range(size))  # fmt: skip
+    rows = [function(*entry) for entry in entries]
     return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
 
 
@@ -375,6 +371,14 @@ def survey(
     return run_statistics(problem, q, k, lse, backend)
 
 
+def distinct(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    """The tensors, with views in the place of repetitions: Dynamo wants every argument of a Function to be another tensor."""
+    found: list[Any] = []
+    for t in tensors:
+        found.append(t.view_as(t) if t is not None and any(t is other for other in found) else t)
+    return found
+
+
 def attend(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -383,12 +387,11 @@ def attend(
     if backend == "reference" or torch.autograd.forward_ad._current_level >= 0:
         return reference(problem, q, k, v)
     if traced(q) and problem.extras.score is None and problem.extras.mask is None:
-        k = k.view_as(k) if k is q else k  # Dynamo wants every argument to be another tensor
-        v = v.view_as(v) if v is q or v is k else v
         tensors, numbers = take_apart(problem, bias, backend)
+        q, k, v, *others = distinct((q, k, v, *tensors))
         learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks))
         # Dynamo cannot trace a Function that nothing differentiates.
         call = Traced.apply if learned or not torch.compiler.is_compiling() else forward_op
-        out, lse, _, _ = call(q, k, v, *tensors, *numbers)
+        out, lse, _, _ = call(q, k, v, *others, *numbers)
         return out, lse
     return Attend.apply(q, k, v, bias, sinks, problem, backend)

@@ -142,6 +142,51 @@ def test_export(backend: str) -> None:
     assert "andrea_triton.forward" in str(exported.graph)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_export_for_every_length(backend: str) -> None:
+    class Block(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return attention(q, k, v, causal=True, backend=backend)
+
+    length = {2: torch.export.Dim("T", min=2, max=64)}
+    exported = torch.export.export(Block(), tuple(torch.randn(1, 2, 9, 16) for _ in range(3)), dynamic_shapes=(length,) * 3)
+    for T in (2, 31):
+        q, k, v = (torch.randn(1, 2, T, 16) for _ in range(3))
+        assert torch.equal(exported.module()(q, k, v), Block()(q, k, v))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_tensor_of_starts_for_queries_and_keys_compiles(backend: str) -> None:
+    torch._dynamo.reset()
+    leaves, starts = [torch.randn(9, 2, 8).requires_grad_() for _ in range(3)], torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Any:
+        return varlen_attention(q, k, v, starts, starts, 5, 5, causal=True, backend=backend)
+
+    out, eager = torch.compile(packed, fullgraph=True, backend="aot_eager")(*leaves, starts), packed(*leaves, starts)
+    assert torch.equal(out, eager)
+    assert same(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(eager.sum(), leaves))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inference_mode(backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    wanted = attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    with torch.inference_mode():
+        own = [x.clone() for x in (q, k, v)]
+        assert all(x.is_inference() for x in own)
+        for tensors in ((q, k, v), own):
+            assert same(attention(*tensors, causal=True, return_lse=True, backend=backend), wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_jacobians(backend: str) -> None:
+    q, k, v = (torch.randn(1, 1, 5, 4, dtype=F64) for _ in range(3))
+    wanted = torch.func.jacrev(lambda x: attention(x, k, v, causal=True, backend="reference"))(q)
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        torch.testing.assert_close(jacobian(lambda x: attention(x, k, v, causal=True, backend=backend))(q), wanted)
+
+
 def loss(q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
     out, lse = attention(q, k, v, causal=True, return_lse=True, backend=backend)
     return out.square().sum() + lse.sum()
