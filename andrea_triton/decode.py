@@ -26,9 +26,8 @@ def decode_attention(
     """Attention of few queries to a cache that already holds their keys, each sequence at its own length. Inference only.
 
     The keys are split over programs, and the parts combined by their log-sum-exp; the query heads of a key head share a
-    tile. Work
-    grows with the lengths, not with the capacity, and shapes are static: nothing waits for the device, so that a graph can
-        capture it.
+    tile. Work grows with the lengths, not with the capacity, and shapes are static: nothing waits for the device, so that a
+    graph can capture it.
 
     Args:
         q: queries (batch, HQ, M, D), dtype and device of the cache; row i of sequence b sits at position lengths[b] - M +

@@ -54,8 +54,8 @@ def attention(
         return_lse: return (out, lse); lse (B, HQ, M) is the natural logarithm of the row sum, fp32 (fp64 for fp64),
             differentiable.
         return_stats: also return, last, the largest logit of every row and the entropy of its weights in nats, fp32 (B, HQ,
-            M), without
-        gradient: what shows logits that grow and attention that collapses. It makes the scores once more, in O(M) memory.
+            M), without gradient: what shows logits that grow and attention that collapses. It makes the scores once more, in
+            O(M) memory.
         validate: check the contents of index tensors on a GPU too, which waits for it.
         backend: triton, interpreter, torch, reference, or None to choose by the tensors' device.
 
@@ -109,9 +109,9 @@ def causal_attention(
     Args:
         q: queries (B, HQ, M, D), fp16, bf16, fp32 or fp64.
         k: keys (B, HKV, N, D).
-        v: values (B, HKV, N, DV). scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p,
-            seed, precise, return_lse,
-        return_stats, validate, backend: as in `attention`.
+        v: values (B, HKV, N, DV).
+        scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p, seed, precise, return_lse,
+            return_stats, validate, backend: as in `attention`.
 
     Returns:
         out (B, HQ, M, DV), or (out, lse), as `attention`.
@@ -151,9 +151,9 @@ def varlen_attention(
         cu_seqlens_q: (sequences + 1,) int32, from 0, never decreasing; rows after the last are slack.
         cu_seqlens_k: (sequences + 1,) int32, the same for the keys.
         max_q: rows of the longest sequence, or more.
-        max_k: the same for the keys. causal, scale, window, q_start, softcap, sinks, score, mask, dropout_p, seed, precise,
-            return_lse, return_stats,
-        validate, backend: as in `attention`; positions count from each sequence's start, and batch is the number of the
+        max_k: the same for the keys.
+        causal, scale, window, q_start, softcap, sinks, score, mask, dropout_p, seed, precise, return_lse, return_stats,
+            validate, backend: as in `attention`; positions count from each sequence's start, and batch is the number of the
             sequence.
         alibi: slopes (HQ,) or (sequences, HQ).
 

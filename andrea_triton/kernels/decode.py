@@ -25,9 +25,9 @@ def key_range(band, seq, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def decode(q, k, v, pages, page_size, part_out, part_lse, attention, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
            BLOCK_N: tl.constexpr):  # fmt: skip
-    """Output and log-sum-exp of all queries of one key head, over one part of its keys. The query heads of the key head lie
-    in one
-    tile: row r is query r % M of head r // M of the group.
+    """Output and log-sum-exp of all queries of one key head, over one part of its keys.
+
+    The query heads of the key head lie in one tile: row r is query r % M of head r // M of the group.
 
     Maths:  softmax(score(scale q k^T)) v over a part of the keys in the band.
     Shapes: q [B,HQ,M,D]  k [B,HKV,N,D]  v [B,HKV,N,DV], or with pages [B,N/page_size] k [pages,HKV,page_size,D];

@@ -26,8 +26,7 @@ class Terms(NamedTuple):
 @triton.jit
 def logits(s, b, h, q_pos, k_pos, seq, heads, terms, FAST: tl.constexpr):
     """(logits, capped): natural-unit logits from scaled products, and the value that entered the user's score. The user's
-    functions
-    get positions clamped to the sequence, so that what they load with them is in bounds."""
+    functions get positions clamped to the sequence, so that what they load with them is in bounds."""
     if terms.cap is not None:
         s = terms.cap * tanh(s * (1 / terms.cap), FAST)
     capped = s

@@ -61,8 +61,7 @@ class Sizes(NamedTuple):
 
 
 class Seq(NamedTuple):
-    """One sequence: its lengths, the position of its first query, and where its rows lie in the tensors (first_pad: in the
-    tensors
+    """One sequence: its lengths, the position of its first query, and where its rows lie in the tensors (first_pad: in those
     whose rows are padded)."""
 
     M: Any

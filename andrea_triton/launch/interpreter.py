@@ -3,8 +3,7 @@ compilation goes on working in the same process.
 
 For the length of a launch, under a lock, device functions run as Python and the language is patched as the interpreter wants it;
 all is put back after. Matrix products are widened: the stock interpreter multiplies the bit patterns of bf16. Numbers are
-rounded to
-bf16 as hardware rounds them: the stock interpreter cuts them off, which makes every weight too small.
+rounded to bf16 as hardware rounds them: the stock interpreter cuts them off, which makes every weight too small.
 """
 
 from __future__ import annotations
