@@ -54,8 +54,12 @@ def mask_of(problem: Problem) -> tuple[Tensor | None, bool]:
     """(float mask or None, is_causal) for PyTorch's attention: 0 or -inf, plus the bias, in the shape that broadcasting
     leaves."""
     extras, (left, right) = problem.extras, problem.band()
-    if left is None and right == 0 and problem.q_start == 0 and extras.keep is None and extras.bias is None:
-        return None, True
+    if extras.keep is None and extras.bias is None:
+        if left is None and right == 0 and problem.q_start == 0:
+            return None, True
+        sees_first = left is None or left >= problem.q_start + problem.M - 1
+        if sees_first and (right is None or right >= problem.N - 1 - problem.q_start):
+            return None, False
     q_pos = torch.arange(problem.M, device=problem.device)[:, None] + problem.q_start
     k_pos = torch.arange(problem.N, device=problem.device)[None, :]
     seen = torch.ones(problem.M, problem.N, dtype=torch.bool, device=problem.device)
@@ -63,8 +67,6 @@ def mask_of(problem: Problem) -> tuple[Tensor | None, bool]:
         seen &= k_pos >= q_pos - left
     if right is not None:
         seen &= k_pos <= q_pos + right
-    if extras.keep is None and extras.bias is None and seen.all():
-        return None, False
     seen = seen[None, None]
     if extras.keep is not None:
         seen = seen & unexpanded(extras.keep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -185,13 +186,15 @@ def generate(
     prompts = checked_prompts(prompt, model.config.vocab_size, model.config.context)
     new: list[list[int]] = [[] for _ in prompts]
     reasons: list[str | None] = [None] * len(prompts)
-    for step in stream(
+    steps = stream(
         model, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, cached=cached,
         page_size=page_size, prefill_chunk=prefill_chunk,
-    ):  # fmt: skip
-        reasons = step.reasons
-        for tokens, token in zip(new, step.tokens, strict=True):
-            tokens.extend([] if token is None else [token])
+    )  # fmt: skip
+    with evaluating(model):
+        for step in steps:
+            reasons = step.reasons
+            for tokens, token in zip(new, step.tokens, strict=True):
+                tokens.extend([] if token is None else [token])
     full = [b for b, reason in enumerate(reasons) if reason is not None and "context" in reason]
     if full and max_new_tokens is not None:
         warnings.warn(
@@ -239,20 +242,27 @@ def stream(
     return _steps(model, state, reader, sampling, generators)
 
 
+@contextmanager
+def evaluating(model: Andrea) -> Iterator[None]:
+    """Dropout off while it lasts; the model's mode is put back. Going through the modules costs as much as a block, so a caller
+    of many steps does it once around them."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()
+
+
 def _steps(model: Andrea, state: State, reader: Reader, sampling: Sampling, generators: list[torch.Generator]) -> Iterator[Step]:
     """The steps of a stream."""
     if not state.running:
         yield Step([None] * len(state.tokens), list(state.reasons))
     while state.running:
-        training = model.training
-        try:
-            if training:
-                model.eval()
-            with torch.no_grad():
-                logits = reader.logits().cpu()
-        finally:
-            if training:
-                model.train()
+        with evaluating(model), torch.no_grad():
+            logits = reader.logits().cpu()
         yield state.take([sampling.choose(row, g) for row, g in zip(logits, generators, strict=True)])
 
 
