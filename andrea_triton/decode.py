@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops, target
+from . import backends, target
 from .cache import Cache, PagedKVCache
 from .errors import ShapeError, UnsupportedError
 from .functional import attention
@@ -80,7 +80,7 @@ def decode_attention(
     if 0 in q.shape:
         empty = q.new_empty(*q.shape[:3], problem.DV)
         return (empty, empty.new_empty(q.shape[:3], dtype=torch.float32)) if return_lse else empty
-    out, lse = ops.run_decode(problem, q, k, v, pages, parts, chosen)
+    out, lse = backends.run_decode(problem, q, k, v, pages, parts, chosen)
     return (out, lse) if return_lse else out
 
 

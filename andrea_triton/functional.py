@@ -9,9 +9,12 @@ from torch import Tensor
 
 from . import ops, target
 from .errors import ShapeError
+from .memory import Memory
 from .problem import Problem, make_problem
 from .reference import weights
-from .spec import Mask, Score, Window, make_spec
+from .spec import AttentionSpec, Mask, Score, Window, make_spec
+
+Settings = tuple[bool, float | None, Window, int | None, float | None, float, bool]
 
 
 class Explanation(NamedTuple):
@@ -78,19 +81,12 @@ def attention(
         [0.788, 0.212]
     """
     q, k, v = _autocast(q, k, v)
-    spec = make_spec(
-        causal=causal,
-        scale=scale,
-        window=window,
-        q_start=q_start,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        precise=precise,
-    )
-    keep, user_mask = (mask, None) if isinstance(mask, Tensor) else (None, mask)
-    problem = make_problem(
-        q, k, v, spec, bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, keep=keep, score=score, mask=user_mask,
-        seed=_drawn(seed, dropout_p, q), validate=validate,
+    seed = _drawn(seed, dropout_p, q)
+    settings = (causal, scale, window, q_start, softcap, dropout_p, precise)
+    plain = bias is alibi is sinks is key_lengths is seed is None and score is None and mask is None
+    problem = _plain(q, k, v, settings) if plain else make_problem(
+        q, k, v, _spec(settings), bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, score=score, mask=mask,
+        seed=seed, validate=validate,
     )  # fmt: skip
     chosen = _backend(backend, q)
     out, lse = ops.attend(problem, q, k, v, bias, sinks, chosen)
@@ -174,15 +170,7 @@ def varlen_attention(
         True
     """
     q, k, v = _autocast(q, k, v)
-    spec = make_spec(
-        causal=causal,
-        scale=scale,
-        window=window,
-        q_start=q_start,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        precise=precise,
-    )
+    spec = _spec((causal, scale, window, q_start, softcap, dropout_p, precise))
     problem = make_problem(
         q, k, v, spec, alibi=alibi, sinks=sinks, score=score, mask=mask, seed=_drawn(seed, dropout_p, q),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, validate=validate,
@@ -307,6 +295,30 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None) -> E
     if backend is not None:
         return Explanation(chosen, "the call names it")
     return Explanation(chosen, target.reason(q.device))
+
+
+_problems = Memory()
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
+    """The problem of a call without further tensors, checked once for all calls with such tensors and settings."""
+    if ops.traced(q) or type(k) not in ops.PLAIN or type(v) not in ops.PLAIN:
+        return make_problem(q, k, v, _spec(settings))
+    sizes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout, q.device, k.device, v.device)
+    key = (sizes, settings, tuple(map(type, settings)))  # True == 1 == 1.0
+    try:
+        problem: Problem | None = _problems.get(key)
+    except TypeError:  # no hash: a list, or a setting of the wrong kind
+        return make_problem(q, k, v, _spec(settings))
+    return problem or _problems.keep(key, make_problem(q, k, v, _spec(settings)))
+
+
+def _spec(settings: Settings) -> AttentionSpec:
+    """The spec of (causal, scale, window, q_start, softcap, dropout_p, precise)."""
+    causal, scale, window, q_start, softcap, dropout_p, precise = settings
+    return make_spec(
+        causal=causal, scale=scale, window=window, q_start=q_start, softcap=softcap, dropout_p=dropout_p, precise=precise
+    )  # fmt: skip
 
 
 def _results(

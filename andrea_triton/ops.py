@@ -7,111 +7,20 @@ which a graph keeps whole: Triton's own capture of kernels loses tensors inside 
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import cpu
+from .backends import dense_backward, run_backward, run_forward, run_statistics
 from .errors import UnsupportedError
 from .problem import Problem, accumulator, make_problem
-from .reference import reference, row_bias_grad, statistics
+from .reference import reference
 from .spec import AttentionSpec
 
-Gradients = tuple[Tensor | None, ...]
-
-
-def with_terms(problem: Problem, bias: Tensor | None, sinks: Tensor | None) -> Problem:
-    """The problem with other tensors for bias, in its own shape, and sinks."""
-    full = (problem.B, problem.HQ, problem.M, problem.N)
-    bias = None if bias is None else bias.expand(full)
-    return replace(problem, extras=problem.extras._replace(bias=bias, sinks=sinks))
-
-
-def dense_backward(
-    problem: Problem, inputs: tuple[Tensor | None, ...], dout: Tensor | None, dlse: Tensor | None, create_graph: bool
-) -> list[Tensor | None]:
-    """Gradients of q, k, v, bias, sinks through the dense reference: O(M N) memory, and differentiable again if asked."""
-    # Inside an operator autograd is switched off below; this switches it on again.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
-        # Views, for one tensor may be q, k and v at once and wants three gradients.
-        leaves = [
-            None if t is None else t.view_as(t) if create_graph else t.detach().requires_grad_(t.requires_grad) for t in inputs
-        ]
-        q, k, v, bias, sinks = leaves
-        assert q is not None and k is not None and v is not None
-        results = reference(with_terms(problem, bias, sinks), q, k, v)
-        pairs = [(r, g) for r, g in zip(results, (dout, dlse), strict=True) if g is not None and r.requires_grad]
-        wanted = [t for t in leaves if t is not None and t.requires_grad]
-        if not pairs or not wanted:
-            return [None] * 5
-        outputs, grads = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True))
-        return [next(found) if t is not None and t.requires_grad else None for t in leaves]
-
-
-def run_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, ...]:
-    """out, lse, and the row pivots and sums that the kernels' backward takes (empty for backend torch)."""
-    if backend == "torch":
-        out, lse = cpu.forward(problem, q, k, v)
-        out = cpu.laid_out(out, q, problem.DV, problem.packed)
-        return out, lse, lse.new_empty(0), lse.new_empty(0)
-    from .launch import run
-
-    return tuple(run.forward(q, k, v, problem, backend))
-
-
-def run_backward(
-    problem: Problem, inputs: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None,
-    needs: tuple[bool, ...], backend: str,
-) -> Gradients:  # fmt: skip
-    """Gradients of q, k, v, bias and sinks (None where not needed), by a backend."""
-    q, k, v, bias, _ = inputs
-    assert q is not None and k is not None and v is not None
-    if backend == "torch":
-        if not (needs[3] or needs[4]) and cpu.fused(problem, q, k):
-            dout = torch.zeros_like(saved[0]) if dout is None else dout
-            return (*cpu.backward(problem, q, k, v, saved[1], dout, dlse), None, None)
-        leaves = tuple(None if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True))
-        found = dense_backward(problem, leaves, dout, dlse, False)
-        pairs = zip(found[:3], (q, k, v), strict=True)
-        laid_out = (None if g is None else cpu.laid_out(g, t, t.shape[-1], problem.packed) for g, t in pairs)
-        return (*laid_out, *found[3:])
-    from .launch import run
-    from .launch.plan import Saved
-
-    dout = torch.zeros_like(saved[0]) if dout is None else dout
-    shape = None if bias is None or not needs[3] else (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    by_rows = shape is not None and shape[-1] == 1
-    shape = None if by_rows else shape
-    grads = run.backward(q, k, v, dout, dlse, Saved(*saved), problem, backend, (needs[0], needs[1] or needs[2]), shape, needs[4])
-    dbias = row_bias_grad(saved[0], saved[1], inputs[4], dout, dlse) if by_rows else grads.dbias
-    dbias = None if dbias is None or bias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
-    return grads.dq, grads.dk, grads.dv, dbias, grads.dsinks
-
-
-def partial_backward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, backend: str
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv of attention over some keys of rows whose out and lse are of all their keys: over the parts they add up."""
-    empty, dlse, cpu_kind = lse == float("-inf"), None, backend in ("torch", "reference")
-    saved: tuple[Tensor, ...] = (out, lse)
-    if cpu_kind:
-        with torch.no_grad():
-            part, part_lse = saved = cpu.forward(problem, q, k, v) if backend == "torch" else reference(problem, q, k, v)
-        share = torch.exp(part_lse - lse.masked_fill(empty, 0.0))[..., None]
-        dlse = (share * dout * (part - out)).sum(-1)
-        dout = (share * dout).to(q.dtype)
-    else:
-        from .launch.plan import attention
-
-        unit = 1.0 if attention(problem, "ieee").exact.value else 1.0 / math.log(2.0)
-        saved = (out, lse, lse.masked_fill(empty, 0.0) * unit, (~empty).to(lse.dtype))
-    needs = (True, True, True, False, False)
-    grads = run_backward(problem, (q, k, v, None, None), saved, dout, dlse, needs, "torch" if cpu_kind else backend)
-    return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, (q, k, v), strict=False))
+PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Attend(torch.autograd.Function):
@@ -314,7 +223,7 @@ def traced(q: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
-        or type(q) not in (Tensor, torch.nn.Parameter)
+        or type(q) not in PLAIN
         or q.device.type == "meta"
     )
 
@@ -336,27 +245,6 @@ def statistics_op(
 @statistics_op.register_fake
 def _(lse: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return lse.new_empty(lse.shape, dtype=torch.float32), lse.new_empty(lse.shape, dtype=torch.float32)
-
-
-def run_decode(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, int] | None, splits: int, backend: str
-) -> tuple[Tensor, Tensor]:
-    """out, lse over a cache, by the decode kernels. pages: the page table and the rows of a page."""
-    from .launch import run
-    from .launch.plan import Pages
-
-    return run.decode(q, k, v, None if pages is None else Pages(*pages), splits, problem, backend)
-
-
-def run_statistics(problem: Problem, q: Tensor, k: Tensor, lse: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """(largest logit, entropy) fp32 of lse's shape, by a backend."""
-    if backend in ("torch", "reference"):
-        top, entropy = statistics(problem, q, k)
-    else:
-        from .launch import run
-
-        top, entropy = run.statistics(q, k, lse, problem, backend)
-    return top.float(), entropy.float()
 
 
 def survey(

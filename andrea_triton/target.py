@@ -86,6 +86,14 @@ def current(device: torch.device) -> Any:
     return torch.xpu.device(device) if device.type == "xpu" else torch.cuda.device(device)
 
 
+def stream(device: torch.device) -> int:
+    """The handle of a GPU's current stream, which kernels start on; the device must be the current one."""
+    import triton
+
+    driver = triton.runtime.driver.active
+    return int(driver.get_current_stream(driver.get_current_device() if device.index is None else device.index))
+
+
 def gpu_target() -> Any:
     """Triton's GPUTarget of the current device."""
     import triton

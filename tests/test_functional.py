@@ -5,6 +5,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -312,3 +313,25 @@ def test_merge_refuses_what_does_not_belong_together() -> None:
     out, lse = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
     with pytest.raises(ShapeError, match=r"out_a \(1, 2, 5, 8\), lse_a \(1, 2, 5\), out_b \(1, 2, 4, 8\)"):
         merge_attention(out, lse, out[:, :, :4], lse[:, :, :4])
+
+
+def test_a_call_checked_before_is_checked_again_where_it_differs() -> None:
+    """True, 1 and 1.0 are one key of a dictionary, and so are shapes of other layouts."""
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    wanted = attention(q, k, v, causal=True, q_start=1, window=1, scale=1)
+    assert torch.equal(attention(q, k, v, causal=True, q_start=1, window=1, scale=1.0), wanted)
+    for wrong in ({"causal": 1}, {"q_start": True}, {"q_start": 1.0}, {"window": True}, {"scale": True}, {"precise": 0}):
+        with pytest.raises(DTypeError, match=next(iter(wrong))):
+            attention(q, k, v, **{"causal": True, "q_start": 1, "window": 1, "scale": 1, **wrong})
+    with pytest.raises(DTypeError, match="layout"):
+        attention(q, k.to_sparse(), v, causal=True, q_start=1, window=1, scale=1)
+    with pytest.raises(DTypeError, match=r"v is torch.float64"):
+        attention(q, k, v.double(), causal=True, q_start=1, window=1, scale=1)
+    with pytest.raises(DTypeError, match="scale is a Tensor"):
+        attention(q, k, v, scale=torch.ones(()))
+    with pytest.raises(DTypeError, match="scale is ndarray"):
+        attention(q, k, v, scale=np.ones(1))
+    pair: list[int | None] = [1, 0]
+    first, second = attention(q, k, v, window=(1, 0)), attention(q, k, v, window=pair)
+    pair[0] = None
+    assert torch.equal(first, second) and torch.equal(attention(q, k, v, window=pair), attention(q, k, v, causal=True))

@@ -1,11 +1,11 @@
-"""ops.partial_backward: the gradients over parts of the keys, from out and lse over all of them, add up to the whole."""
+"""backends.partial_backward: the gradients over parts of the keys, from out and lse over all of them, add up to the whole."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from andrea_triton import ops, testing
+from andrea_triton import backends, ops, testing
 from andrea_triton.functional import merge_attention
 from andrea_triton.problem import make_problem
 from andrea_triton.spec import make_spec
@@ -39,7 +39,7 @@ def test_parts_add_up(case: Case, dtype: torch.dtype, backend: str, device: str)
     out, lse = merge_attention(out_a.to(acc), lse_a, out_b.to(acc), lse_b)
     out = out.to(dtype)
 
-    a, b = (ops.partial_backward(*part, out, lse, inputs.dout, backend) for part in parts)
+    a, b = (backends.partial_backward(*part, out, lse, inputs.dout, backend) for part in parts)
     grads = {"dq": (a[0].to(acc) + b[0].to(acc)).to(dtype), "dk": torch.cat([a[1], b[1]], 2), "dv": torch.cat([a[2], b[2]], 2)}
     for name, got in grads.items():
         testing.assert_accurate(got, getattr(eager, name), getattr(exact, name), dtype, f"{case.name}, {backend}: {name}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from andrea_triton import UnsupportedError, attention, explain, ops, target
+from andrea_triton.problem import make_problem
+from andrea_triton.spec import make_spec
 
 CAPABILITIES = [(8, 0), (9, 0)]
 DEVICES = ["cuda:0", "cuda:1", "xpu:1"]
@@ -80,7 +83,8 @@ def test_kernels_start_under_the_tensors_device(monkeypatch: pytest.MonkeyPatch,
     """Each library's own context manager is asked, with the tensor's device."""
     run = pytest.importorskip("andrea_triton.launch.run", exc_type=ModuleNotFoundError)
     current: list[Any] = [torch.device("cuda:0")]
-    started = []
+    started: list[Any] = []
+    streams: list[Any] = []
 
     @contextmanager
     def entered(there: torch.device) -> Iterator[None]:
@@ -91,9 +95,14 @@ def test_kernels_start_under_the_tensors_device(monkeypatch: pytest.MonkeyPatch,
     other = "xpu" if device.startswith("cuda") else "cuda"
     monkeypatch.setattr(getattr(torch, torch.device(device).type), "device", entered)
     monkeypatch.setattr(getattr(torch, other), "device", lambda there: pytest.fail(f"{other} was asked for {there}"))
-    monkeypatch.setattr(run, "_start", lambda launch, problem: started.append(current[-1]))
-    run.execute([SimpleNamespace(grid=(1, 1))], SimpleNamespace(device=torch.device(device)), "triton")
-    assert started == [torch.device(device)]
+    monkeypatch.setattr(target, "stream", lambda there: streams.append(there))
+    kernel = SimpleNamespace(run=lambda *_: started.append(current[-1]), function=0, packed_metadata=0)
+    start = SimpleNamespace(kernel=kernel, grid=(1, 1, 1), pick=tuple, numbers=(), lasting=True)
+    monkeypatch.setattr(run, "ready", lambda *_: started.append(current[-1]) or tuple(vars(start).values()))
+    problem = replace(make_problem(*[torch.zeros(1, 1, 1, 1)] * 3, make_spec()), device=torch.device(device))
+    starts = run._ready(lambda *_: [SimpleNamespace(grid=(1, 1))], (), (), problem, "sm_80", "ieee")
+    run.go(starts, (), problem)
+    assert started == [torch.device(device)] * 2 and streams == [torch.device(device)]
     assert current == [torch.device("cuda:0")]
 
 

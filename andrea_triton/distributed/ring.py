@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import ops, target
+from .. import backends, ops, target
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..functional import merge_attention
 from ..problem import Problem, accumulator, make_problem, output_shape
@@ -114,7 +114,7 @@ class RingAttend(torch.autograd.Function):
                 mine, keys = slice(call.q_row, call.q_row + call.queries), slice(call.k_row, call.k_row + call.keys)
                 parts = q[:, :, mine], k_here[:, :, keys], v_here[:, :, keys]
                 rows = out[:, :, mine], lse[:, :, mine], dout[:, :, mine]
-                found = ops.partial_backward(ring.problem(call, *parts), *parts, *rows, ring.backend)
+                found = backends.partial_backward(ring.problem(call, *parts), *parts, *rows, ring.backend)
                 for total, grad in zip((dq[:, :, mine], *(g[:, :, keys] for g in grads)), found, strict=True):
                     total.add_(grad)
             if transfer is not None:

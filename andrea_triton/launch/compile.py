@@ -124,9 +124,24 @@ def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
     """The machine code of a launch. Triton keeps it on disk, so a second process does not compile it again."""
     options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages, "enable_fp_fusion": True}
     try:
-        return triton.compile(source(launch), target=target, options=options)
+        kernel = triton.compile(source(launch), target=target, options=options)
     except Exception as error:
         raise CompileError(
             f"{launch.name} did not compile for {target.backend} {target.arch} with Triton {triton.__version__}: {error}\n"
             "Way out: another Triton (3.6 and 3.9 are tested), or backend='torch'."
         ) from error
+    kernel.src = Flat(launch.kernel, dict(enumerate(_types(tuple(kernel.src.signature.values())))))
+    return kernel
+
+
+class Flat(NamedTuple):
+    """What a kernel's launcher is made for: the run-time arguments alone, one after the other, as `flatten` gives them."""
+
+    fn: Any
+    signature: dict[int, str]
+
+
+def _types(signature: Any) -> list[str]:
+    if isinstance(signature, tuple):
+        return [leaf for part in signature for leaf in _types(part)]
+    return [] if signature == "constexpr" else [signature]

@@ -1,18 +1,18 @@
-"""Allocate, and execute a plan. No maths."""
+"""Allocate, and execute a plan, or again the one made before for a call like this. No maths."""
 
 from __future__ import annotations
 
-import warnings
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from andrea_triton import target as targets
-from andrea_triton.errors import CompileError
 from andrea_triton.kernels.views import PAD
-from andrea_triton.launch import compile as compiler
 from andrea_triton.launch.interpreter import interpret
 from andrea_triton.launch.plan import (
     Grads,
@@ -24,12 +24,15 @@ from andrea_triton.launch.plan import (
     forward_plan,
     row_blocks,
     statistics_plan,
-    tiled,
     unit_stride,
 )
-from andrea_triton.problem import Problem, accumulator, output_shape
+from andrea_triton.launch.start import Start, go, ready
+from andrea_triton.memory import Memory
+from andrea_triton.problem import Extras, Problem, accumulator, output_shape
 
-_kernels: dict[Any, Any] = {}
+Tensors = tuple[Any, ...]  # Tensor or None
+Wanted = tuple[Any, ...]
+Plan = Callable[[Tensors, Wanted, Problem, str, str], list[Launch]]
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -57,12 +60,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> 
     if problem.packed:
         rows = [rows[0].fill_(float("-inf")), rows[1].zero_(), rows[2].zero_()]
     saved = Saved(allocate_like(q, problem.DV, problem.packed), *rows)
-    execute(
-        forward_plan(q, k, v, saved, problem, targets.target_of(q.device), targets.float32_precision()),
-        problem,
-        backend,
-    )
+    execute(_forward, (q, k, v), saved, problem, backend)
     return saved
+
+
+def _forward(tensors: Tensors, _: Wanted, problem: Problem, target: str, precision: str) -> list[Launch]:
+    q, k, v, *saved = tensors
+    return forward_plan(q, k, v, Saved(*saved), problem, target, precision)
 
 
 def backward(
@@ -84,9 +88,15 @@ def backward(
     rows = allocate((3, heads, row_blocks(problem) * PAD.value), accumulator(q.dtype), q.device)
     if problem.packed:
         rows.zero_()
-    target, precision = targets.target_of(q.device), targets.float32_precision()
-    execute(backward_plan(q, k, v, dout, dlse, saved, rows, grads, problem, target, precision), problem, backend)
+    execute(_backward, (q, k, v, dout, dlse, *saved), (*rows.unbind(0), *grads), problem, backend, (needs, bias_shape, sinks))
     return grads
+
+
+def _backward(tensors: Tensors, _: Wanted, problem: Problem, target: str, precision: str) -> list[Launch]:
+    q, k, v, dout, dlse, *rest = tensors
+    saved, grads = Saved(*rest[:4]), Grads(*rest[7:])
+    rows: Any = rest[4:7]
+    return backward_plan(q, k, v, dout, dlse, saved, rows, grads, problem, target, precision)
 
 
 def statistics(q: Tensor, k: Tensor, lse: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
@@ -95,9 +105,13 @@ def statistics(q: Tensor, k: Tensor, lse: Tensor, problem: Problem, backend: str
     top, entropy = (allocate(tuple(lse.shape), lse.dtype, lse.device) for _ in range(2))
     if problem.packed:
         top, entropy = top.fill_(float("-inf")), entropy.zero_()
-    target, precision = targets.target_of(q.device), targets.float32_precision()
-    execute(statistics_plan(q, k, lse, top, entropy, problem, target, precision), problem, backend)
+    execute(_statistics, (q, k, lse), (top, entropy), problem, backend)
     return top, entropy
+
+
+def _statistics(tensors: Tensors, _: Wanted, problem: Problem, target: str, precision: str) -> list[Launch]:
+    q, k, lse, top, entropy = tensors
+    return statistics_plan(q, k, lse, top, entropy, problem, target, precision)
 
 
 def decode(
@@ -108,53 +122,72 @@ def decode(
     shape = (problem.B, problem.HQ, problem.M)
     parts = allocate((splits, *shape, problem.DV), acc, q.device), allocate((splits, *shape), acc, q.device)
     out, lse = allocate_like(q, problem.DV, False), allocate(shape, acc, q.device)
-    target, precision = targets.target_of(q.device), targets.float32_precision()
-    execute(decode_plan(q, k, v, pages, parts, out, lse, problem, target, precision), problem, backend)
+    table, size = (None, None) if pages is None else pages
+    execute(_decode, (q, k, v, table), (*parts, out, lse), problem, backend, (splits, size))
     return out, lse
 
 
-def execute(plan: list[Launch], problem: Problem, backend: str) -> None:
-    """Start every launch of a plan, in order, under the tensors' device."""
-    for launch in plan:
-        if 0 in launch.grid:
-            continue
-        if backend == "interpreter":
-            interpret(launch)
-        else:
-            with targets.current(problem.device):
-                _start(launch, problem)
+def _decode(tensors: Tensors, wanted: Wanted, problem: Problem, target: str, precision: str) -> list[Launch]:
+    q, k, v, table, *rest = tensors
+    pages = None if table is None else Pages(table, wanted[1])
+    return decode_plan(q, k, v, pages, (rest[0], rest[1]), rest[2], rest[3], problem, target, precision)
 
 
-def _start(launch: Launch, problem: Problem) -> None:
-    """Start a launch on the current device, with the first of its tilings that fits there."""
-    key = (launch.kernel, *launch.constexprs.values(), launch.configs, problem.device, compiler.describe(launch.args))
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _kernels[key] = _first_that_fits(launch, problem)
-    config, start = kernel
-    chosen = launch if config == launch.config else tiled(launch, problem, config)
-    start[(*chosen.grid, 1)](*arguments(chosen))
+def execute(plan: Plan, given: Tensors, made: Tensors, problem: Problem, backend: str, wanted: Wanted = ()) -> None:
+    """Start the kernels of a plan under the tensors' device. A plan is made once for all calls that it would be the same for,
+    but anew for every call with the caller's own functions, whose arguments may be anything.
+
+    Args:
+        plan: makes the launches from (*given, *made), wanted, problem, target and precision; it asks nothing else.
+        given: tensors from outside, of any dtype and strides; None where absent.
+        made: tensors allocated for this call, whose presence, dtypes and shapes follow from the rest.
+        problem: the call.
+        backend: triton or interpreter.
+        wanted: what else the plan depends on.
+    """
+    target, precision = targets.target_of(problem.device), targets.float32_precision()
+    if backend == "interpreter":
+        for launch in plan((*given, *made), wanted, problem, target, precision):
+            if 0 not in launch.grid:
+                interpret(launch)
+        return
+    extras = [x for x in problem.extras if x is not None]
+    own = problem.extras.score is not None or problem.extras.mask is not None
+    addresses = tuple([t.data_ptr() for t in (*given, *made, *extras) if isinstance(t, Tensor)])
+    key = (plan, wanted, target, precision, _traits(given, addresses), _facts(problem, extras))
+    starts = None if own else _starts.get(key)
+    if starts is None:
+        starts = _ready(plan, (*given, *made), wanted, problem, target, precision)
+        if not own and all(start.lasting for start in starts):
+            _starts.keep(key, starts)
+    go(starts, addresses, problem)
 
 
-def arguments(launch: Launch) -> list[Any]:
-    """Every parameter of the kernel, constants included, as Triton's compiled kernels take them."""
-    values = iter(launch.args)
-    return [launch.constexprs[name] if name in launch.constexprs else next(values) for name in launch.kernel.arg_names]
+_starts = Memory()
 
 
-def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any]:
-    target, reason = targets.gpu_target(), ""
-    for config in launch.configs:
-        kernel = compiler.compiled(tiled(launch, problem, config), target)
-        try:
-            kernel._init_handles()
-        except triton.runtime.errors.OutOfResources as error:
-            reason = reason or str(error)
-            continue
-        if reason:
-            found = f"{launch.name}: {launch.config} does not fit this card ({reason}); it runs with {config}, more slowly"
-            warnings.warn(found, RuntimeWarning, stacklevel=2)
-        return config, kernel
-    raise CompileError(
-        f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV} ({reason}); use backend='torch'"
-    )
+def _traits(given: Tensors, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    """Everything a plan can depend on in the tensors of a call, their sizes apart."""
+    aligned = reduce(operator.or_, addresses) % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
+    return aligned, *[None if t is None else (t.dtype, t.stride()) for t in given]
+
+
+def _facts(problem: Problem, extras: list[Any]) -> tuple[Any, ...]:
+    """Everything a plan can depend on in a problem: its tensors' kind, strides and shape, an int seed as such."""
+    p = problem
+    sizes = (p.B, p.HQ, p.HKV, p.M, p.N, p.D, p.DV, p.max_q, p.max_k, p.dtype, p.device, p.spec)
+    if not extras:
+        return sizes
+    return *sizes, *[(x.dtype, x.stride(), x.shape) if isinstance(x, Tensor) else x for x in p.extras]
+
+
+def _ready(plan: Plan, tensors: Tensors, wanted: Wanted, problem: Problem, target: str, precision: str) -> list[Start]:
+    """The starts of a plan. Each tensor is made an object of its own first, for one may be q, k and v at once."""
+    tensors = tuple([None if t is None else t.detach() for t in tensors])
+    own_extras: list[Any] = [x.detach() if isinstance(x, Tensor) else x for x in problem.extras]
+    extras = Extras(*own_extras)
+    launches = plan(tensors, wanted, replace(problem, extras=extras), target, precision)
+    own = [t for t in (*tensors, *extras) if isinstance(t, Tensor)]
+    places = {id(t): i for i, t in enumerate(own)}
+    with targets.current(problem.device):
+        return [ready(launch, problem, places) for launch in launches if 0 not in launch.grid]

@@ -80,14 +80,16 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
     """CPU tensors count as ones of an sm_80 device. Launches also go to `executed`; `small` tiles compile fastest."""
     execute = run.execute
 
-    def execute_there(launches: list[Launch], problem: Problem, backend: str) -> None:
+    def execute_there(plan: Any, given: Any, made: Any, problem: Problem, backend: str, wishes: Any = ()) -> None:
+        launches = plan((*given, *made), wishes, problem, "sm_80", target.float32_precision())
         executed.extend(wanted(launch) for launch in launches)
-        execute(launches, replace(problem, device=torch.device("cuda", index)), backend)
+        execute(plan, given, made, replace(problem, device=torch.device("cuda", index)), backend, wishes)
 
     def smallest(*args: Any) -> tuple[Config, ...]:
         return candidates(*args)[-1:]
 
     with pytest.MonkeyPatch.context() as patch:
+        run._starts.clear()  # of tiles of the other kind
         patch.setattr(run, "execute", execute_there)
         patch.setattr(target, "target_of", lambda device: "sm_80")
         patch.setattr(target, "check_backend", lambda name, device: None)

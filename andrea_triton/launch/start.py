@@ -1,0 +1,101 @@
+"""A kernel start, ready but for the addresses of its tensors: what a Launch becomes on a device, once for many calls."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import triton
+
+from andrea_triton import target as targets
+from andrea_triton.errors import CompileError
+from andrea_triton.launch import compile as compiler
+from andrea_triton.launch.plan import Launch, tiled
+from andrea_triton.problem import Problem
+
+_kernels: dict[Any, Any] = {}
+
+
+class Start(NamedTuple):
+    """One kernel start. Its arguments are `pick(addresses + numbers)`, addresses being those of a call's tensors in their order.
+
+    Args:
+        kernel: compiled, and loaded on the device.
+        grid: programs along each axis.
+        pick: brings addresses and numbers in the order of the kernel's parameters.
+        numbers: the arguments that are the same in every such call.
+        lasting: whether it holds for other tensors, or for these alone.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    numbers: tuple[Any, ...]
+    lasting: bool
+
+
+def ready(launch: Launch, problem: Problem, places: Mapping[int, int]) -> Start:
+    """The Start of a Launch on the current device, with the first of its tilings that fits there.
+
+    Args:
+        launch: what to start.
+        problem: the call that it is of.
+        places: of each tensor of the call, by its id, the place of its address among the addresses.
+    """
+    key = (launch.kernel, *launch.constexprs.values(), launch.configs, problem.device, compiler.describe(launch.args))
+    found = _kernels.get(key)
+    if found is None:
+        found = _kernels[key] = _first_that_fits(launch, problem)
+    config, kernel = found
+    chosen = launch if config == launch.config else tiled(launch, problem, config)
+    order: list[int] = []
+    numbers: list[Any] = []
+    for value in compiler.flatten(chosen.args):
+        order.append(places.get(id(value), len(places) + len(numbers)))
+        if id(value) not in places:
+            numbers.append(_plain(value))
+    lasting = all(type(x) in (int, float) for x in numbers)
+    return Start(kernel, (*chosen.grid, 1), operator.itemgetter(*order), tuple(numbers), lasting)
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own, which the launcher reads fastest; what is no number stays."""
+    return int(value) if isinstance(value, (int, np.int64)) else float(value) if isinstance(value, float) else value
+
+
+def go(starts: Sequence[Start], addresses: tuple[int, ...], problem: Problem) -> None:
+    """Start kernels, in order, on the current stream of the tensors' device."""
+    with targets.current(problem.device):
+        stream, hooks = targets.stream(problem.device), _hooks()
+        for kernel, grid, pick, numbers, _ in starts:
+            arguments = pick(addresses + numbers)
+            metadata = kernel.launch_metadata(grid, stream, *arguments) if hooks[0] or hooks[1] else None
+            kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, *hooks, *arguments)
+
+
+def _hooks() -> tuple[Any, Any]:
+    """What Triton's user wants called around every start: None for a chain of nothing, which would cost a call."""
+    settings = triton.knobs.runtime
+    enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
+    return enter if getattr(enter, "calls", enter) else None, leave if getattr(leave, "calls", leave) else None
+
+
+def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any]:
+    target, reason = targets.gpu_target(), ""
+    for config in launch.configs:
+        kernel = compiler.compiled(tiled(launch, problem, config), target)
+        try:
+            kernel._init_handles()
+        except triton.runtime.errors.OutOfResources as error:
+            reason = reason or str(error)
+            continue
+        if reason:
+            found = f"{launch.name}: {launch.config} does not fit this card ({reason}); it runs with {config}, more slowly"
+            warnings.warn(found, RuntimeWarning, stacklevel=2)
+        return config, kernel
+    raise CompileError(
+        f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV} ({reason}); use backend='torch'"
+    )
