@@ -327,7 +327,7 @@ def test_a_call_checked_before_is_checked_again_where_it_differs() -> None:
         attention(q, k.to_sparse(), v, causal=True, q_start=1, window=1, scale=1)
     with pytest.raises(DTypeError, match=r"v is torch.float64"):
         attention(q, k, v.double(), causal=True, q_start=1, window=1, scale=1)
-    with pytest.raises(DTypeError, match="scale is a Tensor"):
+    with pytest.raises(DTypeError, match="scale is Tensor"):
         attention(q, k, v, scale=torch.ones(()))
     with pytest.raises(DTypeError, match="scale is ndarray"):
         attention(q, k, v, scale=np.ones(1))
