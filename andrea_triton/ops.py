@@ -282,4 +282,7 @@ def attend(
         call = Traced.apply if learned or not torch.compiler.is_compiling() else forward_op
         out, lse, _, _ = call(q, k, v, *others, *numbers)
         return out, lse
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks)):
+        out, lse, *_ = run_forward(problem, q, k, v, backend)
+        return out, lse
     return Attend.apply(q, k, v, bias, sinks, problem, backend)

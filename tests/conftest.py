@@ -67,7 +67,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     allocate = run.allocate
 
-    def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return poison(allocate(shape, dtype, device))
+    def poisoned(
+        shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        return poison(allocate(shape, dtype, device, strides))
 
     monkeypatch.setattr(run, "allocate", poisoned)

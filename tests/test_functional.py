@@ -335,3 +335,13 @@ def test_a_call_checked_before_is_checked_again_where_it_differs() -> None:
     first, second = attention(q, k, v, window=(1, 0)), attention(q, k, v, window=pair)
     pair[0] = None
     assert torch.equal(first, second) and torch.equal(attention(q, k, v, window=pair), attention(q, k, v, causal=True))
+
+
+def test_a_result_is_memory_of_its_own(backend: str) -> None:
+    """Whatever the order of memory: what a Function returns as a view, autograd lets nobody change in place."""
+    q = torch.randn(1, 5, 2, 8).requires_grad_().transpose(1, 2)
+    out = attention(q, q, q, causal=True, backend=backend)
+    wanted = 2 * out.detach()
+    out *= 2
+    assert torch.equal(out, wanted)
+    assert out.transpose(1, 2).is_contiguous() or backend == "reference"

@@ -35,17 +35,24 @@ Wanted = tuple[Any, ...]
 Plan = Callable[[Tensors, Wanted, Problem, str, str], list[Launch]]
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The library's one allocator: uninitialised memory."""
-    return torch.empty(shape, dtype=dtype, device=device)
+def allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None
+) -> Tensor:  # fmt: skip
+    """The library's one allocator: uninitialised memory, without gaps whatever the strides."""
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def allocate_like(t: Tensor, features: int, packed: bool) -> Tensor:
-    """Room for (.., H, T, features) in the memory order of t. Packed tensors are zeroed: no kernel visits the rows after the last
-    sequence."""
+    """Room for (.., H, T, features) in the memory order of t: never a view, which autograd would not let anyone change in place.
+    Packed tensors are zeroed: no kernel visits the rows after the last sequence."""
     shape, swapped = output_shape(t, features, packed)
-    room = allocate(shape, t.dtype, t.device)
-    return room.zero_() if packed else room.transpose(1, 2) if swapped else room
+    if not swapped:
+        return allocate(shape, t.dtype, t.device).zero_() if packed else allocate(shape, t.dtype, t.device)
+    batch, rows, heads, _ = shape
+    row = max(heads, 1) * features
+    return allocate((batch, heads, rows, features), t.dtype, t.device, (max(rows, 1) * row, features, row, 1))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Saved:
@@ -153,7 +160,8 @@ def execute(plan: Plan, given: Tensors, made: Tensors, problem: Problem, backend
         return
     extras = [x for x in problem.extras if x is not None]
     own = problem.extras.score is not None or problem.extras.mask is not None
-    addresses = tuple([t.data_ptr() for t in (*given, *made, *extras) if isinstance(t, Tensor)])
+    tensors = (*given, *made, *[x for x in extras if isinstance(x, Tensor)])
+    addresses = tuple([t.data_ptr() for t in tensors if t is not None])
     key = (plan, wanted, target, precision, _traits(given, addresses), _facts(problem, extras))
     starts = None if own else _starts.get(key)
     if starts is None:

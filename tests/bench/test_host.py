@@ -1,0 +1,32 @@
+"""The bench of the host's work, and a bound on that work that no busy machine can break: how many functions a call calls."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import stub_cuda
+
+pytest.importorskip("triton", exc_type=ModuleNotFoundError)
+
+# Functions of Python and C per call, at least a sixth over what was counted with torch 2.13 and Triton 3.9: 119, 141, 352.
+# A call that plans anew calls over 700, 800 and 2600.
+MOST = {"forward": 140, "forward, gradients wanted": 165, "forward + backward": 410}
+
+
+@pytest.mark.skipif(stub_cuda.compiler() is None, reason="no C compiler with Python's headers")
+def test_a_call_made_before_does_little() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.host", "--repeats", "3"], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    first, head, *lines = done.stdout.splitlines()
+    assert "stub driver" in first or "GPU" in first
+    assert head.split() == ["least", "µs", "median", "µs", "functions"]
+    assert [line[:16].strip() for line in lines[::3]] == ["andrea_triton", "torch SDPA", "naive", "empty Function"]
+    found = {line[16:44].strip(): line.split()[-3:] for line in lines[:3]}
+    assert found.keys() == MOST.keys()
+    for what, (least, median, functions) in found.items():
+        assert 0 < float(least) <= float(median)
+        assert int(functions) <= MOST[what], f"{what} calls {functions} functions"
