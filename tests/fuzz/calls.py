@@ -108,7 +108,7 @@ def cases(draw: DrawFn, packed: bool, dropout: bool = True) -> Case:
 @st.composite
 def drawn_calls(draw: DrawFn, packed: SearchStrategy[bool] | None = None, dropout: bool = True) -> Drawn:
     """Any call."""
-    case = draw(cases(draw(packed or often(False, True)), dropout))
+    case = draw(cases(draw(often(False, True) if packed is None else packed), dropout))
     return Drawn(
         case,
         dtype=draw(st.sampled_from(DTYPES)),
