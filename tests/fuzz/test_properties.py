@@ -15,7 +15,7 @@ from andrea_triton.errors import AndreaError
 from andrea_triton.problem import make_problem
 from andrea_triton.reference import _grid, _visible
 from andrea_triton.spec import make_spec
-from andrea_triton.testing import Inputs, assert_accurate, attend_reference, cast, make_inputs
+from andrea_triton.testing import Inputs, attend_reference, cast, make_inputs
 from tests.fuzz.calls import Drawn, drawn_calls, head_dims, inputs_of, lengths, often, windows
 from tests.fuzz.judge import attend_by, small_tiles
 from tests.fuzz.test_contract import fuzz
@@ -42,7 +42,9 @@ def same(got: Tensor, wanted: Tensor, rows: Tensor, bits: bool, dtype: torch.dty
 
 
 @fuzz
-@given(drawn=DENSE, backend=BACKENDS, poison=st.sampled_from([float("nan"), float("inf"), float("-inf")]), pick=st.integers(0, 40))
+@given(
+    drawn=DENSE, backend=BACKENDS, poison=st.sampled_from([float("nan"), float("inf"), float("-inf")]), pick=st.integers(0, 40)
+)
 def test_what_a_query_does_not_see_does_not_reach_it(drawn: Drawn, backend: str, poison: float, pick: int) -> None:
     """A key that is not a number, and a query: out and lse of the queries that do not see the key, and are not it, stay."""
     inputs = inputs_of(drawn)
@@ -147,7 +149,9 @@ def test_decoding(drawn: dict[str, Any]) -> None:
             if a.numel() and not torch.equal(got.double(), b_):
                 assert torch.equal(got.isfinite(), b_.isfinite())
                 slack = usual if kind == dtype else 4 * torch.finfo(torch.float32).eps
-                assert torch.allclose(got.double(), b_, rtol=slack, atol=max(4 * float((a - b_).nan_to_num().abs().max()), slack)), d
+                assert torch.allclose(
+                    got.double(), b_, rtol=slack, atol=max(4 * float((a - b_).nan_to_num().abs().max()), slack)
+                ), d
 
 
 BREAKS: dict[str, Any] = {
