@@ -78,8 +78,10 @@ def emulated(target: str = "sm_80", tiles: Tiles | None = None, rewrite: Rewrite
     """
     names: list[str] = []
 
-    def execute(plan: list[Launch], problem: Problem, backend: str) -> None:
-        for launch in plan:
+    def execute(
+        plan: run.Plan, given: run.Tensors, made: run.Tensors, problem: Problem, backend: str, wanted: run.Wanted = ()
+    ) -> None:
+        for launch in plan((*given, *made), wanted, problem, target, "ieee"):
             if 0 not in launch.grid:
                 config = (tiles or {}).get(launch.name)
                 names.append(launch.name)

@@ -22,7 +22,7 @@ import andrea_triton
 from andrea_triton.launch import run as launcher
 from andrea_triton.launch.configs import Config
 from andrea_triton.launch.interpreter import interpret
-from andrea_triton.launch.plan import Launch, tiled
+from andrea_triton.launch.plan import tiled
 from andrea_triton.problem import Problem
 from andrea_triton.testing import Attend, Inputs, Results, attend_reference, cast, eager_errors, error_of, run
 from tests.fuzz.calls import HALVES, Drawn, inputs_of
@@ -36,8 +36,15 @@ TILED = ("forward", "dkdv", "dq", "dbias", "statistics")
 def small_tiles() -> Iterator[None]:
     """The interpreter takes tiles of 16 x 16, so that short lengths walk every loop; in memory that starts as NaN."""
 
-    def execute(plan: list[Launch], problem: Problem, backend: str) -> None:
-        for launch in plan:
+    def execute(
+        plan: launcher.Plan,
+        given: launcher.Tensors,
+        made: launcher.Tensors,
+        problem: Problem,
+        backend: str,
+        wanted: launcher.Wanted = (),
+    ) -> None:
+        for launch in plan((*given, *made), wanted, problem, "interpreter", "ieee"):
             if 0 not in launch.grid:
                 interpret(tiled(launch, problem, SMALL) if launch.name in TILED else launch)
 

@@ -21,6 +21,7 @@ from tests.fuzz.judge import attend_by, small_tiles
 from tests.fuzz.test_contract import fuzz
 
 BACKENDS = st.sampled_from(["interpreter", "torch", "torch", "torch"])
+POISON = st.sampled_from([float("nan"), float("inf"), float("-inf")])
 DENSE = drawn_calls(st.just(False))
 
 
