@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 DESCRIPTION = """\
-Measure andrea_triton against naive attention, which holds the T x T matrix, on the bytes of Dante's Inferno, canto I.
+Measure andrea_triton against naive attention, which holds the T x T matrix, and against PyTorch's own and others, on
+the bytes of Dante's Inferno, canto I.
 
 Accuracy comes first: output, log-sum-exp and gradients against fp64; who fails it gets no time. Then time, peak memory
-and their growth with the sequence length T, forward and backward, as a table and as plots."""
+and their growth with the sequence length T, forward and backward, as tables and as plots."""
 
 EPILOG = """\
 examples:
-  python -m bench                     the whole job, under 3 minutes on 2 cores (the same as: python -m bench run)
-  python -m bench run --quick         T = 512 to 4096 with fewer samples
-  python -m bench smoke               tiny shapes, a few seconds: does everything run?
-  python -m bench plot FILE.jsonl     draw the plots of earlier results again
+  python -m bench                          the whole job, under 3 minutes on 2 quiet cores (the same as: run)
+  python -m bench run --quick              T = 512 to 4096 with fewer samples
+  python -m bench run --sweep window       vary the window instead; also batch, heads, dim, dtype, gqa
+  python -m bench run --providers all      whoever can run here, torch.compile and FlexAttention included
+  python -m bench run --compare OLD.jsonl  say what changed since
+  python -m bench smoke                    tiny shapes: does everything run?
+  python -m bench plot FILE.jsonl          draw the plots of earlier results again
+  python -m bench gpu --out DIR            all that is worth doing with ten minutes of one GPU
+  python -m bench static                   count the kernels' machine code for every card; needs no GPU
+
+elsewhere:
+  python -m bench.host                     Python's own cost of a call, in microseconds
 
 Results are JSON lines and go, with their plots, to bench/results/local/, which git ignores."""
+
+SWEEPS = ("T", "batch", "heads", "dim", "dtype", "window", "gqa")
+MODES = ("forward", "backward", "both")
+STATIC_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,30 +45,121 @@ def make_parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m bench", description=DESCRIPTION, epilog=EPILOG, formatter_class=plain)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    run = commands.add_parser("run", help="check accuracy, measure time and memory, print a table, draw plots")
+    run = commands.add_parser("run", help="check accuracy, measure time and memory, print tables, draw plots")
     run.add_argument("--quick", action="store_true", help="T = 512 to 4096 only, with fewer samples")
-    smoke = commands.add_parser("smoke", help="the same on tiny shapes in a few seconds, for continuous integration")
+    smoke = commands.add_parser("smoke", help="the same on tiny shapes in under a minute, for continuous integration")
     for command in (run, smoke):
-        command.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)")
-        command.add_argument("--out", type=Path, metavar="DIR", help="folder of results (default: bench/results/local)")
+        add_run_options(command)
     plot = commands.add_parser("plot", help="draw the plots of a results file")
-    plot.add_argument("file", type=Path, metavar="FILE", help="results, JSON lines")
+    plot.add_argument("file", type=Path, metavar="FILE", help="results, JSON lines, of run, gpu or static")
     plot.add_argument("--out", type=Path, metavar="DIR", help="folder of the plots (default: FILE without its suffix)")
+    add_compare(plot)
+    gpu = commands.add_parser("gpu", help="correctness, speed, memory, latency and training with ten minutes of one GPU")
+    gpu.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder of the results, written step by step")
+    gpu.add_argument("--minutes", type=float, default=10.0, metavar="N", help="time budget (default: 10)")
+    gpu.add_argument("--smoke", action="store_true", help="the whole path on tiny shapes, on a CPU where there is no GPU")
+    static = commands.add_parser("static", help="compile for every card without a GPU, count the machine code, plot it")
+    static.add_argument("--targets", nargs="+", default=list(STATIC_TARGETS), choices=STATIC_TARGETS, metavar="NAME",
+                        help=f"any of {', '.join(STATIC_TARGETS)} (default: all)")  # fmt: skip
+    static.add_argument("--d", nargs="+", type=int, default=[64], metavar="D", help="head dims (default: 64)")
+    static.add_argument("--dtype", nargs="+", default=["bf16"], choices=("fp16", "bf16", "fp32"), metavar="NAME",
+                        help="fp16, bf16, fp32 (default: bf16)")  # fmt: skip
+    static.add_argument("--out", type=Path, metavar="FILE", help="results (default: bench/results/static.jsonl)")
     return parser
 
 
-def plot_file(file: Path, out: Path | None) -> int:
-    """Draw the plots of a results file."""
+def add_run_options(command: argparse.ArgumentParser) -> None:
+    """Options of run and smoke."""
+    command.add_argument("--sweep", choices=SWEEPS, default="T", help="what is varied (default: T, the sequence length)")
+    command.add_argument("--providers", metavar="A,B", help="who is timed beside naive, by name, or all (default: the usual)")
+    command.add_argument(
+        "--mode", type=modes_named, default=("forward", "both"), metavar="A,B", help="of forward, backward, both (forward,both)"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: a GPU if there is one)")
+    command.add_argument("--out", type=Path, metavar="DIR", help="folder of results (default: bench/results/local)")
+    add_compare(command)
+
+
+def add_compare(command: argparse.ArgumentParser) -> None:
+    """The option to compare with earlier results."""
+    command.add_argument("--compare", type=Path, metavar="OLD", help="earlier results: say what changed, beyond the spread")
+
+
+def modes_named(words: str) -> tuple[str, ...]:
+    """Modes with commas between them, in the order of MODES."""
+    named = words.split(",")
+    strange = [word for word in named if word not in MODES]
+    if strange:
+        raise argparse.ArgumentTypeError(f"no mode {', '.join(strange)!r}; wanted some of {', '.join(MODES)}")
+    return tuple(mode for mode in MODES if mode in named)
+
+
+def plot_file(file: Path, out: Path | None, compare: Path | None) -> int:
+    """Draw the plots of a results file, and compare it with an earlier one where asked."""
     from bench.plot import draw_all
     from bench.records import read
     from bench.run import plots_message
+    from bench.static import draw_static, read_rows
+    from bench.table import compared
 
-    try:
-        print(plots_message(draw_all(read(file), out or file.with_suffix(""))))
-    except (OSError, ValueError) as error:
-        print(f"python -m bench plot: {error}", file=sys.stderr)
-        return 2
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
+    if first and "spills_in_loops" in json.loads(first):
+        print(plots_message(draw_static(read_rows(file), out or file.with_suffix(""))))
+        return 0
+    records = read(file)
+    if compare is not None:
+        print("\n".join(compared(read(compare), records)))
+    print(plots_message(draw_all(records, out or file.with_suffix(""))))
     return 0
+
+
+def static(options: argparse.Namespace) -> int:
+    """Count and draw; plots of the committed table lie beside it."""
+    from bench.run import plots_message, shown
+    from bench.static import FILE, count_all, draw_static
+
+    file = options.out or FILE
+    rows = count_all(options.targets, options.d, options.dtype, file)
+    wrong = [row for row in rows if row["error"]]
+    for row in wrong:
+        print(f"{row['target']}, D = {row['D']}, {row['dtype']}: {row['error']}")
+    print(f"Results: {shown(file)}\n{plots_message(draw_static(rows, file.parent))}")
+    return int(bool(wrong))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """The commands run and smoke."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        # The interpreter's small matrix products run ten times slower on numpy's threads; torch has its own here.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from bench import run as job
+
+    size: job.Size = "smoke" if options.command == "smoke" else "quick" if options.quick else "full"
+    return job.run(
+        size,
+        device=options.device,
+        out=options.out or job.RESULTS,
+        providers=options.providers,
+        modes=options.mode,
+        sweep=options.sweep,
+        compare=options.compare,
+    )
+
+
+def gpu(options: argparse.Namespace) -> int:
+    """The GPU script."""
+    from bench.gpu import run_gpu
+
+    return run_gpu(options.out, minutes=options.minutes, smoke=options.smoke)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": measure,
+    "smoke": measure,
+    "plot": lambda options: plot_file(options.file, options.out, options.compare),
+    "gpu": gpu,
+    "static": static,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,19 +175,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["run", *words]
     options = make_parser().parse_args(words)
-    missing = [package for package in ("torch", "matplotlib", "tqdm") if find_spec(package) is None]
+    needed = ("torch",) if options.command == "gpu" else ("torch", "matplotlib", "tqdm")
+    missing = [package for package in needed if find_spec(package) is None]
     if missing:
         print(f"python -m bench needs {', '.join(missing)}: pip install -e '.[bench]'", file=sys.stderr)
         return 2
-    if options.command == "plot":
-        return plot_file(options.file, options.out)
-    if platform.machine() in ("x86_64", "AMD64"):
-        # The interpreter's small matrix products run ten times slower on numpy's threads; torch has its own here.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from bench.run import RESULTS, Size, run
-
-    size: Size = "smoke" if options.command == "smoke" else "quick" if options.quick else "full"
-    return run(size, device=options.device, out=options.out or RESULTS)
+    try:
+        return COMMANDS[options.command](options)
+    except (OSError, ValueError) as error:
+        print(f"python -m bench {options.command}: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

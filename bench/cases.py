@@ -9,6 +9,7 @@ no biases), which is randomly initialised with a fixed seed. So q, k and v arriv
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,9 +18,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Mode = Literal["forward", "both"]
-MODES: tuple[Mode, ...] = ("forward", "both")
-MODE_TITLES: dict[Mode, str] = {"forward": "forward", "both": "forward + backward"}
+Mode = Literal["forward", "backward", "both"]
+MODES: tuple[Mode, ...] = ("forward", "backward", "both")
+MODE_TITLES: dict[Mode, str] = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+# Matrix products of size pairs x D: q k^T and w v; in the backward the scores again, dw, dq, dk, dv.
+PRODUCTS: dict[Mode, int] = {"forward": 2, "backward": 5, "both": 7}
+
+Sweep = Literal["T", "batch", "heads", "dim", "dtype", "window", "gqa"]
+SWEEP_FIELDS: dict[Sweep, str] = {
+    "T": "length", "batch": "batch", "heads": "heads", "dim": "head_dim", "dtype": "dtype", "window": "window", "gqa": "kv_heads",
+}  # fmt: skip
+SWEEP_AXES: dict[Sweep, str] = {
+    "T": "sequence length T (tokens)",
+    "batch": "batch (sequences)",
+    "heads": "heads",
+    "dim": "head dim D (features)",
+    "dtype": "dtype",
+    "window": "window (keys a query sees)",
+    "gqa": "key and value heads",
+}
 
 TEXT = Path(__file__).with_name("inferno_canto_1.txt")
 SEED = 1321
@@ -35,6 +52,7 @@ class Case:
         kv_heads: key and value heads; heads is a multiple of it.
         head_dim: width of a head, D.
         batch: sequences; each reads the text from another place.
+        window: keys that a query sees, its own included; None means all up to itself.
         dtype: name of a torch dtype, such as "float32".
         device: "cpu" or "cuda".
     """
@@ -46,6 +64,7 @@ class Case:
     batch: int = 1
     dtype: str = "float32"
     device: str = "cpu"
+    window: int | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -60,10 +79,40 @@ class Case:
         """Size in bytes of the T x T scores of all heads, which a fused kernel never holds."""
         return self.batch * self.heads * self.length**2 * self.torch_dtype.itemsize
 
-    def title(self) -> str:
-        """Shape and dtype in words."""
-        heads = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads} heads on {self.kv_heads}"
-        return f"batch {self.batch}, {heads} × {self.head_dim}, causal, {self.dtype}"
+    @property
+    def pairs(self) -> int:
+        """Comparisons: (query, key) pairs that the mask leaves, in all heads and sequences."""
+        seen = min(self.window or self.length, self.length)
+        return self.batch * self.heads * (seen * (seen + 1) // 2 + (self.length - seen) * seen)
+
+    def flops(self, mode: Mode) -> int:
+        """Floating-point operations that the maths asks for: the matrix products over the pairs that are seen."""
+        return PRODUCTS[mode] * 2 * self.pairs * self.head_dim
+
+    def at(self, sweep: Sweep) -> int | str:
+        """Where the case stands on the axis of a sweep."""
+        value = getattr(self, SWEEP_FIELDS[sweep])
+        return "none" if value is None else value
+
+
+def title_of(cases: Sequence[Case], sweep: Sweep) -> str:
+    """What the cases of a sweep have in common, in words."""
+    case, parts = cases[0], []
+    tokens = {c.batch * c.length for c in cases}
+    if sweep == "T" and len({c.batch for c in cases}) > 1 and len(tokens) == 1:
+        parts.append(f"{tokens.pop():,} tokens")
+    elif sweep != "batch":
+        parts.append(f"batch {case.batch}")
+    if sweep != "T":
+        parts.append(f"T = {case.length}")
+    if sweep not in ("heads", "gqa"):
+        parts.append(f"{case.heads} heads" if case.heads == case.kv_heads else f"{case.heads} heads on {case.kv_heads}")
+    elif sweep == "gqa":
+        parts.append(f"{case.heads} query heads")
+    if sweep != "dim":
+        parts.append(f"D = {case.head_dim}")
+    parts.append("causal" if case.window is None or sweep == "window" else f"causal, window {case.window}")
+    return ", ".join(parts if sweep == "dtype" else [*parts, case.dtype])
 
 
 class Inputs(NamedTuple):
@@ -86,7 +135,7 @@ def make_inputs(case: Case) -> Inputs:
     """Embed and project the text; the same case always gives the same values.
 
     Args:
-        case: shapes, dtype and device. The values are computed in fp32 on the CPU and rounded once.
+        case: shapes, dtype and device. Random numbers are drawn on the CPU; values are computed in fp32 and rounded once.
 
     Returns:
         Inputs of the case's dtype on its device, strided as views of (B, T, H, D) tensors.
@@ -95,14 +144,14 @@ def make_inputs(case: Case) -> Inputs:
     width = case.heads * case.head_dim
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(case.device)
 
     bytes_table, positions = normal(256, width), normal(case.length, width)
-    x = F.layer_norm(bytes_table[text_tokens(case.batch, case.length)] + positions, (width,))
+    x = F.layer_norm(bytes_table[text_tokens(case.batch, case.length).to(case.device)] + positions, (width,))
 
     def heads_of(rows: Tensor, heads: int) -> Tensor:
         split = rows.view(case.batch, case.length, heads, case.head_dim).transpose(1, 2)
-        return split.to(device=case.device, dtype=case.torch_dtype)
+        return split.to(case.torch_dtype)
 
     q, k, v = (
         heads_of(x @ normal(width, heads * case.head_dim) / math.sqrt(width), heads)

@@ -1,38 +1,27 @@
-"""How it is measured: accuracy first, then time, then peak memory.
+"""How it is measured: accuracy first, then time. Memory is in memory.py.
 
-Time: providers take turns, in an order that flips every round, so that drift hits all alike; a sample is one clock
-reading around as many calls as fill MIN_SAMPLE_S. A first call warms up; one over SLOW_S has nothing left to warm and
-is the first sample. Memory: on a GPU, the allocator's peak above what was allocated before the call; on a CPU, the
-resident-set peak of a fresh child process above its size once the inputs are there.
+Providers take turns, in an order that flips every round, so that drift hits all alike; a sample is one clock reading
+around as many calls as fill MIN_SAMPLE_S. A first call warms up; one over SLOW_S has nothing left to warm and is the
+first sample, unless it compiled.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import multiprocessing
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from andrea_triton.testing import assert_accurate
 from bench.cases import Case, Inputs, Mode, make_inputs
-from bench.providers import PROVIDERS, AttendLse, Provider, naive_lse
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, SpawnContext
+from bench.providers import NAIVE, Attend, AttendLse, Provider
 
 MIN_SAMPLE_S = 0.02
 SLOW_S = 1.0
-M_MMAP_THRESHOLD = -3
+RATE_SIZE = {"cpu": 1536, "cuda": 8192}
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -62,14 +51,28 @@ class Judge:
     """The naive run in the case's dtype and in fp64, on the same rounded inputs; judges any provider by them."""
 
     def __init__(self, case: Case) -> None:
+        assert NAIVE.make_lse is not None
+        self.case = case
         self.inputs = make_inputs(case)
-        self.exact = results(naive_lse, Inputs(*(x.double() for x in self.inputs)))
-        self.eager = results(naive_lse, self.inputs)
+        naive_lse = NAIVE.make_lse(case)
+        exact = results(naive_lse, Inputs(*(x.double() for x in self.inputs)))
+        eager = results(naive_lse, self.inputs)
+        self.wanted = dict(zip(TENSORS, zip(eager, exact, strict=True), strict=True))
 
     def check(self, provider: Provider) -> dict[str, Check]:
-        """Errors of a provider, by tensor; whatever it raises comes through."""
-        got = results(provider.attend_lse, self.inputs)
-        return {name: self._judge(name, *tensors) for name, *tensors in zip(TENSORS, got, self.eager, self.exact, strict=True)}
+        """Errors of a provider, by tensor, of those that it gives; whatever it raises comes through."""
+        return {name: self._judge(name, got, *self.wanted[name]) for name, got in self._results(provider).items()}
+
+    def _results(self, provider: Provider) -> dict[str, Tensor]:
+        if provider.missing(self.case, "both") is not None:
+            with torch.no_grad():
+                return {"out": provider.make(self.case)(*self.inputs[:3])}
+        if provider.make_lse is not None:
+            return dict(zip(TENSORS, results(provider.make_lse(self.case), self.inputs), strict=True))
+        leaves = tuple(x.detach().requires_grad_() for x in self.inputs[:3])
+        out = provider.make(self.case)(*leaves)
+        grads = torch.autograd.grad(out, leaves, self.inputs.dout)
+        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
     @staticmethod
     def _judge(name: str, got: Tensor, eager: Tensor, exact: Tensor) -> Check:
@@ -81,20 +84,27 @@ class Judge:
         return Check(error_of(got, exact), error_of(eager, exact), reason)
 
 
-def one_call(provider: Provider, inputs: Inputs, mode: Mode) -> Callable[[], None]:
-    """A call that does the mode's work once and drops the results."""
+def one_call(attend: Attend, inputs: Inputs, mode: Mode) -> Callable[[], None]:
+    """A call that does the mode's work once and drops the results; for the backward, a forward is done here beforehand."""
     if mode == "forward":
 
         def forward() -> None:
             with torch.no_grad():
-                provider.attend(*inputs[:3])
+                attend(*inputs[:3])
 
         return forward
 
     leaves = tuple(x.detach().requires_grad_() for x in inputs[:3])
+    if mode == "backward":
+        out = attend(*leaves)
+
+        def backward() -> None:
+            torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+        return backward
 
     def both() -> None:
-        torch.autograd.grad(provider.attend(*leaves), leaves, inputs.dout)
+        torch.autograd.grad(attend(*leaves), leaves, inputs.dout)
 
     return both
 
@@ -120,6 +130,7 @@ def time_in_turns(
     mode: Mode,
     providers: Sequence[Provider],
     *,
+    inputs: Inputs,
     rounds: tuple[int, int],
     budget_s: float,
     most_s: float = 20.0,
@@ -128,8 +139,9 @@ def time_in_turns(
 
     Args:
         case: the problem.
-        mode: forward, or forward and backward.
+        mode: forward, backward, or both.
         providers: who is timed.
+        inputs: those of the case.
         rounds: fewest and most samples of each provider.
         budget_s: after the fewest rounds, stop when this many seconds have gone.
         most_s: after the first round, stop when this many seconds have gone: a slow machine takes fewer samples.
@@ -137,15 +149,16 @@ def time_in_turns(
     Returns:
         Samples in seconds per call, by provider name.
     """
-    inputs = make_inputs(case)
-    calls = {provider.name: one_call(provider, inputs, mode) for provider in providers}
+    calls = {provider.name: one_call(provider.make(case), inputs, mode) for provider in providers}
+    compiled = {provider.name for provider in providers if provider.compiled}
     counts: dict[str, int] = {}
     samples: dict[str, list[float]] = {}
     begin = time.perf_counter()
     for name, call in calls.items():
         first = seconds(call, 1, case.device)
-        samples[name] = [first] if first > SLOW_S else []
-        once = first if first > SLOW_S else seconds(call, 1, case.device)
+        counts_too = first > SLOW_S and name not in compiled
+        samples[name] = [first] if counts_too else []
+        once = first if counts_too else seconds(call, 1, case.device)
         counts[name] = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
     for turn in range(rounds[1]):
         spent = time.perf_counter() - begin
@@ -157,95 +170,14 @@ def time_in_turns(
     return samples
 
 
-def free_bytes(device: str) -> float:
-    """Memory that a run may take on a device; infinite where it cannot be told."""
-    if device == "cuda":
-        return float(torch.cuda.mem_get_info()[0])
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return math.inf
-    sizes = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return float(sizes["MemAvailable"].split()[0]) * 1024
+def matmul_samples(case: Case, rounds: int = 5) -> list[float]:
+    """Rates of a large square matrix product in the case's dtype on its device, in FLOP/s: what attention is held against."""
+    size = RATE_SIZE[case.device]
+    a, b = (torch.randn(size, size, device=case.device).to(case.torch_dtype) for _ in range(2))
 
+    def call() -> None:
+        a @ b
 
-def peak_memory(case: Case, mode: Mode, provider: Provider) -> int:
-    """Peak memory in bytes that a call takes beyond its inputs; its results are counted.
-
-    Raises:
-        RuntimeError: the child process could not do it; the message says why.
-    """
-    if case.device == "cuda":
-        call = one_call(provider, make_inputs(case), mode)
-        call()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    receiver, sender = _processes().Pipe(duplex=False)
-    child = _processes().Process(target=_child, args=(sender, case, mode, provider.name))
-    child.start()
-    sender.close()
-    try:
-        answer = receiver.recv()
-    except EOFError:
-        child.join()
-        raise RuntimeError(f"the measuring process ended with code {child.exitcode}; is memory short?") from None
-    child.join()
-    if isinstance(answer, str):
-        raise RuntimeError(answer)
-    return int(answer)
-
-
-def _processes() -> SpawnContext | ForkServerContext:
-    """Processes forked from a clean server that has imported torch once and never computed."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-def _child(sender: Connection, case: Case, mode: Mode, name: str) -> None:
-    """Measure one call in this process and send the bytes, or what went wrong."""
-    try:
-        warm = replace(case, length=32)
-        one_call(PROVIDERS[name], make_inputs(warm), mode)()
-        _return_freed_memory()
-        call = one_call(PROVIDERS[name], make_inputs(case), mode)
-        before = _restart_peak()
-        call()
-        sender.send(max(0, _peak_bytes() - before))
-    except Exception as error:
-        sender.send(f"{type(error).__name__}: {error}")
-    finally:
-        sender.close()
-
-
-def _return_freed_memory() -> None:
-    """Have glibc map every larger block on its own, so that a freed tensor leaves the resident set at once."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is not None and hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-        libc.malloc_trim(0)
-
-
-def _restart_peak() -> int:
-    """Make the peak start anew from the present size, where the system can, and return it in bytes."""
-    if os.access("/proc/self/clear_refs", os.W_OK):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _peak_bytes()
-
-
-def _peak_bytes() -> int:
-    """Resident-set peak of this process in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    if sys.platform == "win32":
-        raise RuntimeError("peak memory of a process is not measured on Windows")
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    once = min(seconds(call, 1, case.device) for _ in range(2))
+    count = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
+    return [2 * size**3 / seconds(call, count, case.device) for _ in range(rounds)]

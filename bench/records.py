@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 import torch
 
-from bench.cases import Case, Mode
+from bench.cases import MODES, Case, Mode, Sweep
 
-Kind = Literal["accuracy", "time", "memory", "left out"]
-SCHEMA = 1
+Kind = Literal["accuracy", "time", "memory", "rate", "left out"]
+SCHEMA = 2
+UNITS = {"time": "s", "memory": "bytes", "rate": "FLOP/s"}
 PACKAGES = ("torch", "triton", "numpy", "andrea-triton")
 FIT_FROM = 512
 
@@ -30,16 +31,17 @@ class Record:
     """One measurement.
 
     Args:
-        kind: what it says: "accuracy", "time" (samples in seconds per call), "memory" (samples in bytes), or
-            "left out", where the reason stands in place of a figure.
+        kind: what it says: "accuracy", "time" (samples in seconds per call), "memory" (samples in bytes), "rate" (of a
+            large matrix product, samples in FLOP/s), or "left out", where the reason stands in place of a figure.
         case: the problem.
         provider: name of the provider.
         label: how plots and tables call the provider.
-        mode: "forward", or "both" for forward and backward.
+        mode: "forward", "backward", or "both".
         samples: every sample taken, in the order taken.
         errors: accuracy only: {tensor: {"error", "naive"}}, each max |x - fp64|.
         reason: why it failed or was left out; None when all is well.
         environment: versions, machine, revision and date.
+        sweep: what the run varies.
     """
 
     kind: Kind
@@ -51,6 +53,12 @@ class Record:
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     reason: str | None = None
     environment: dict[str, Any] = field(default_factory=dict)
+    sweep: Sweep = "T"
+
+    @property
+    def flops_per_second(self) -> float:
+        """Operations that the maths asks for, per second of the median time."""
+        return self.case.flops(self.mode) / self.median
 
     @property
     def median(self) -> float:
@@ -69,8 +77,10 @@ class Record:
         """The record as one line; figures that follow from the samples are written out for other readers."""
         line: dict[str, Any] = {"schema": SCHEMA, **asdict(self)}
         if self.samples:
-            line["unit"] = "s" if self.kind == "time" else "bytes"
+            line["unit"] = UNITS[self.kind]
             line["median"], line["quartiles"] = self.median, self.quartiles
+        if self.samples and self.kind == "time":
+            line["tflops"] = self.flops_per_second / 1e12
         return json.dumps(line, ensure_ascii=False)
 
     @classmethod
@@ -83,7 +93,7 @@ class Record:
         data = json.loads(line)
         if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
             raise ValueError(f"not a result of schema {SCHEMA}: {line[:80]!r}")
-        for derived in ("unit", "median", "quartiles"):
+        for derived in ("unit", "median", "quartiles", "tflops"):
             data.pop(derived, None)
         data["case"] = Case(**data["case"])
         data["samples"] = tuple(data["samples"])
@@ -139,6 +149,7 @@ def environment(device: str) -> dict[str, Any]:
             "cores": cores,
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+            "cuda": torch.version.cuda if device == "cuda" else None,
         },
         "revision": revision(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -152,10 +163,21 @@ def machine_title(environment: dict[str, Any]) -> str:
     return f"{where}, torch {versions['torch']}, triton {versions['triton'] or 'none'}"
 
 
-def series(records: Iterable[Record], kind: Kind, provider: str, mode: Mode) -> dict[int, Record]:
-    """Records of one line of a plot, by length, in rising order."""
-    found = [r for r in records if (r.kind, r.provider, r.mode) == (kind, provider, mode)]
-    return {r.case.length: r for r in sorted(found, key=lambda r: r.case.length)}
+def series(records: Iterable[Record], kind: Kind, provider: str, mode: Mode) -> dict[int | str, Record]:
+    """Records of one line of a plot, by what the run varies: numbers rising, then words in the order of the file."""
+    found = {r.case.at(r.sweep): r for r in records if (r.kind, r.provider, r.mode) == (kind, provider, mode)}
+    return dict(sorted(found.items(), key=lambda item: (isinstance(item[0], str), item[0] if isinstance(item[0], int) else 0)))
+
+
+def modes_of(records: Iterable[Record]) -> tuple[Mode, ...]:
+    """Modes with a time or a memory figure."""
+    found = {r.mode for r in records if r.kind in ("time", "memory")}
+    return tuple(mode for mode in MODES if mode in found)
+
+
+def matmul_rate(records: Iterable[Record], dtype: str) -> float | None:
+    """Measured rate of a large matrix product in a dtype, FLOP/s; None where it was not measured."""
+    return next((r.median for r in records if r.kind == "rate" and r.case.dtype == dtype), None)
 
 
 def timed_providers(records: Sequence[Record]) -> dict[str, str]:
@@ -172,7 +194,7 @@ class Growth:
     last: int
 
 
-def growth(line: dict[int, Record]) -> Growth | None:
+def growth(line: Mapping[int | str, Record]) -> Growth | None:
     """Exponent of a series, by least squares in logarithms.
 
     Args:
@@ -181,7 +203,7 @@ def growth(line: dict[int, Record]) -> Growth | None:
     Returns:
         The fit; None with fewer than two positive figures.
     """
-    points = [(length, record.median) for length, record in line.items() if record.median > 0]
+    points = [(record.case.length, record.median) for record in line.values() if record.median > 0]
     late = [point for point in points if point[0] >= FIT_FROM]
     points = late if len(late) >= 3 else points
     if len(points) < 2:

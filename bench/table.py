@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bench.cases import MODE_TITLES, MODES, Mode
+from bench.cases import MODE_TITLES, Mode, title_of
 from bench.measure import TENSORS
 from bench.providers import NAIVE
-from bench.records import Growth, Kind, Record, growth, series, timed_providers
+from bench.records import Growth, Kind, Record, growth, matmul_rate, modes_of, series, timed_providers
+from bench.runner import ABSENT
 
-ABSENT = "-"
+NONE = "-"
 
 
 def columns(rows: Iterable[Sequence[str]], left: int) -> list[str]:
@@ -27,18 +28,23 @@ def columns(rows: Iterable[Sequence[str]], left: int) -> list[str]:
 def accuracy_table(records: Iterable[Record]) -> list[str]:
     """Largest error by tensor, a line per provider and dtype, each dtype headed by the naive run."""
     checks = [record for record in records if record.kind == "accuracy"]
-    rows: list[tuple[str, ...]] = [("provider", "dtype", *TENSORS, "verdict")]
-    for dtype in dict.fromkeys(record.case.dtype for record in checks):
-        same = [record for record in checks if record.case.dtype == dtype]
-        judged = next((record.errors for record in same if record.errors), None)
-        if judged is not None:
-            rows.append((NAIVE.label, dtype, *(f"{judged[name]['naive']:.1e}" for name in TENSORS), ABSENT))
+    rows: list[tuple[str, ...]] = [("provider", "case", *TENSORS, "verdict")]
+    for case in dict.fromkeys(record.case for record in checks):
+        same = [record for record in checks if record.case == case]
+        where = case.dtype if checks[0].sweep in ("T", "dtype", "batch") else f"{checks[0].sweep} {case.at(checks[0].sweep)}"
+        naive = {name: error["naive"] for record in same for name, error in record.errors.items()}
+        rows.append((NAIVE.label, where, *(f"{naive[name]:.1e}" if name in naive else NONE for name in TENSORS), NONE))
         for record in same:
-            errors = [f"{record.errors[name]['error']:.1e}" if record.errors else ABSENT for name in TENSORS]
-            rows.append((record.label, dtype, *errors, "ok" if record.reason is None else "FAILED"))
+            errors = [f"{record.errors[name]['error']:.1e}" if name in record.errors else NONE for name in TENSORS]
+            rows.append((record.label, where, *errors, verdict(record)))
     lines = columns(rows, left=2)
-    lines += [f"{r.label}, {r.case.dtype}: {r.reason}" for r in checks if r.reason is not None]
-    return lines
+    reasons = {f"{r.label}, {r.case.dtype}: {r.reason}": None for r in checks if r.reason is not None}
+    return [*lines, *reasons]
+
+
+def verdict(check: Record) -> str:
+    """An accuracy record in a word."""
+    return "ok" if check.reason is None else "absent" if check.reason.startswith(ABSENT) else "FAILED"
 
 
 def milliseconds(record: Record) -> str:
@@ -62,53 +68,69 @@ def mebibytes(record: Record) -> str:
 def ratio(base: Record | None, record: Record | None) -> str:
     """How many times less than the baseline."""
     if base is None or record is None or not base.median or not record.median:
-        return ABSENT
+        return NONE
     return f"{base.median / record.median:.1f}×"
 
 
+def speed(record: Record) -> str:
+    """Operations of the maths per second, three figures."""
+    value = record.flops_per_second
+    return f"{value / 1e12:.3g} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.3g} GFLOP/s"
+
+
 def measures_table(records: Sequence[Record]) -> list[str]:
-    """Time and peak memory, a line per length, mode and provider."""
-    rows: list[tuple[str, ...]] = [("T", "mode", "provider", "time", "spread", "speed-up", "peak memory", "saving")]
-    lengths = sorted({record.case.length for record in records if record.kind in ("time", "memory")})
-    for length in lengths:
-        for mode in MODES:
-            rows += measures_rows(records, length, mode)
+    """Time and peak memory, a line per point of the sweep, mode and provider."""
+    drawn = [record for record in records if record.kind in ("time", "memory")]
+    if not drawn:
+        return ["no figures"]
+    head = ("mode", "provider", "time", "spread", "speed-up", "speed", "of matmul", "peak memory", "saving")
+    rows: list[tuple[str, ...]] = [(drawn[0].sweep, *head)]
+    for point in dict.fromkeys(record.case.at(record.sweep) for record in drawn):
+        for mode in modes_of(drawn):
+            rows += measures_rows(records, point, mode)
     return columns(rows, left=3)
 
 
-def measures_rows(records: Sequence[Record], length: int, mode: Mode) -> list[tuple[str, ...]]:
-    """Rows of one length and mode."""
+def measures_rows(records: Sequence[Record], point: int | str, mode: Mode) -> list[tuple[str, ...]]:
+    """Rows of one point of the sweep and mode."""
     rows: list[tuple[str, ...]] = []
-    base_time, base_memory = (series(records, kind, NAIVE.name, mode).get(length) for kind in ("time", "memory"))
+    base_time, base_memory = (series(records, kind, NAIVE.name, mode).get(point) for kind in ("time", "memory"))
     for name, label in timed_providers(records).items():
-        time, memory = (series(records, kind, name, mode).get(length) for kind in ("time", "memory"))
+        time, memory = (series(records, kind, name, mode).get(point) for kind in ("time", "memory"))
         if time is None and memory is None:
             continue
         rows.append(
             (
-                "" if rows else str(length),
+                "" if rows else str(point),
                 "" if rows else MODE_TITLES[mode],
                 label,
-                ABSENT if time is None else milliseconds(time),
-                ABSENT if time is None else spread(time),
+                *((NONE,) * 2 if time is None else (milliseconds(time), spread(time))),
                 ratio(base_time, time),
-                ABSENT if memory is None else mebibytes(memory),
+                *((NONE,) * 2 if time is None else (speed(time), share(time, records))),
+                NONE if memory is None else mebibytes(memory),
                 ratio(base_memory, memory),
             )
         )
     return rows
 
 
+def share(record: Record, records: Sequence[Record]) -> str:
+    """Part of the measured rate of matrix products."""
+    rate = matmul_rate(records, record.case.dtype)
+    return NONE if rate is None else f"{record.flops_per_second / rate:.0%}"
+
+
 def growth_table(records: Sequence[Record]) -> list[str]:
     """Fitted exponents of time and memory, and what memory does when the length doubles."""
     kinds: tuple[Kind, ...] = ("time", "memory")
-    rows: list[tuple[str, ...]] = [("provider", *(f"{kind}, {MODE_TITLES[mode]}" for kind in kinds for mode in MODES))]
+    modes = modes_of(records)
+    rows: list[tuple[str, ...]] = [("provider", *(f"{kind}, {MODE_TITLES[mode]}" for kind in kinds for mode in modes))]
     fits: list[Growth] = []
     doubling: list[str] = []
     for name, label in timed_providers(records).items():
-        found = [growth(series(records, kind, name, mode)) for kind in kinds for mode in MODES]
+        found = [growth(series(records, kind, name, mode)) for kind in kinds for mode in modes]
         fits += [fit for fit in found if fit is not None]
-        rows.append((label, *(ABSENT if fit is None else f"T^{fit.exponent:.2f}" for fit in found)))
+        rows.append((label, *(NONE if fit is None else f"T^{fit.exponent:.2f}" for fit in found)))
         if found[-1] is not None:
             doubling.append(f"{label} takes {2 ** found[-1].exponent:.1f} times the memory")
     if not fits:
@@ -121,9 +143,58 @@ def growth_table(records: Sequence[Record]) -> list[str]:
 
 
 def left_out_lines(records: Iterable[Record]) -> list[str]:
-    """What got no figure, and why."""
-    return [
-        f"{record.label}, T = {record.case.length}, {MODE_TITLES[record.mode]}: {record.reason}"
-        for record in records
-        if record.kind == "left out"
-    ]
+    """What got no figure, why, and where on the sweep."""
+    where: dict[tuple[str, str], dict[str, None]] = {}
+    for r in records:
+        if r.kind == "left out":
+            where.setdefault((r.label, str(r.reason)), {})[f"{r.case.at(r.sweep)} {MODE_TITLES[r.mode]}"] = None
+    return [f"{label}: {reason} ({', '.join(points)})" for (label, reason), points in where.items()]
+
+
+def summary(records: Sequence[Record]) -> list[str]:
+    """All tables of a run."""
+    checked = next((r.case for r in records if r.kind == "accuracy"), None)
+    timed = [r for r in records if r.kind in ("time", "memory")]
+    lines: list[str] = []
+    if checked is not None:
+        lines += [
+            f"Accuracy: largest |x - fp64| at T = {checked.length}.",
+            "Rule: at most 2 × the error of the naive run in the same dtype + the rounding of the result.",
+            *accuracy_table(records),
+            "",
+        ]
+    if timed:
+        sweep = timed[0].sweep
+        lines.append(f"Time (median) and peak memory beyond the inputs: {title_of([r.case for r in timed], sweep)}.")
+    lines += [*measures_table(records), *left_out_lines(records)]
+    if timed and sweep == "T":
+        lines += ["", "Growth with the length T,", *growth_table(records)]
+    return lines
+
+
+def compared(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
+    """What changed between two runs: ratios of medians, marked where the quartiles do not touch.
+
+    Args:
+        old: records of the earlier run.
+        new: records of the later one; only cases that both measured are compared.
+
+    Returns:
+        A heading and a line per time and memory figure.
+    """
+    before = {(str(r.kind), r.case, r.provider, r.mode): r for r in old if r.kind in ("time", "memory")}
+    rows: list[tuple[str, ...]] = [("case", "mode", "provider", "what", "before", "now", "now / before", "")]
+    for r in new:
+        was = before.get((r.kind, r.case, r.provider, r.mode))
+        if was is None or not was.median or not r.median:
+            continue
+        show = milliseconds if r.kind == "time" else mebibytes
+        change = r.median / was.median
+        apart = r.quartiles[0] > was.quartiles[1] or r.quartiles[1] < was.quartiles[0]
+        mark = "" if not apart or abs(change - 1) < 0.01 else "more" if change > 1 else "less"
+        point = f"{r.sweep} {r.case.at(r.sweep)}"
+        rows.append((point, MODE_TITLES[r.mode], r.label, r.kind, show(was), show(r), f"{change:.2f}", mark))
+    if len(rows) == 1:
+        return ["Compared with the earlier run: no case was measured in both."]
+    head = "Compared with the earlier run: medians; less and more are said where the quartiles do not touch."
+    return [head, *columns(rows, left=4)]

@@ -1,0 +1,134 @@
+"""What the compiler made of the kernels, counted without a GPU: `python -m bench static` writes JSON lines and draws them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.plot import save
+from bench.style import Theme, legend_below, log_axis, new_figure, plain, style
+
+Row = dict[str, Any]
+FILE = Path(__file__).parent / "results" / "static.jsonl"
+KERNELS = {"forward": "forward", "dkdv": "backward: dk, dv", "dq": "backward: dq"}
+BAR = 0.8 / len(KERNELS)
+
+
+def count_all(targets: Sequence[str], dims: Sequence[int], dtypes: Sequence[str], file: Path) -> list[Row]:
+    """Compile the plain causal call, forward and backward, for each target and head dim, and count its machine code.
+
+    Args:
+        targets: names such as sm_80.
+        dims: head dims.
+        dtypes: fp16, bf16, fp32.
+        file: where a JSON line per kernel goes.
+
+    Returns:
+        The lines.
+    """
+    from tqdm import tqdm
+
+    from andrea_triton.launch.report import as_json, count
+
+    calls = list(itertools.product(targets, dims, dtypes))
+    lines: list[str] = []
+    for target, dim, dtype in tqdm(calls, desc="compiling", unit="call", ascii=" ="):
+        lines += [as_json(row) for row in count(target, dim, dtype, "causal", 1024)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return [json.loads(line) for line in lines]
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The lines of a file that count_all, or `python -m andrea_triton.launch.report --json`, wrote."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def targets_of(rows: Iterable[Row]) -> list[str]:
+    """Targets in the order of the file."""
+    return list(dict.fromkeys(row["target"] for row in rows))
+
+
+def pick(rows: Sequence[Row], kernel: str, target: str, value: Callable[[Row], Any]) -> float:
+    """A value of one kernel on one target; 0 where there is none."""
+    found = next((row for row in rows if (row["kernel"], row["target"]) == (kernel, target)), None)
+    return float(value(found) or 0) if found is not None and not found["error"] else 0.0
+
+
+def full(name: str) -> Callable[[Row], Any]:
+    """A count of the loop over full blocks."""
+    return lambda row: (row.get("full") or {}).get(name)
+
+
+def bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], Any], theme: Theme, inner: Callable[[Row], Any] | None) -> None:
+    """A bar per target and kernel; inside it, darker, a second value."""
+    targets = targets_of(rows)
+    for index, (kernel, label) in enumerate(KERNELS.items()):
+        at = [x + (index - (len(KERNELS) - 1) / 2) * BAR for x in range(len(targets))]
+        colour = (theme.own, theme.lines[0], theme.lines[3])[index]
+        heights = [pick(rows, kernel, target, value) for target in targets]
+        axes.bar(
+            at, heights, 0.92 * BAR, color=colour, alpha=1.0 if inner is None else 0.4, label=label if inner is None else None
+        )
+        if inner is not None:
+            axes.bar(at, [pick(rows, kernel, t, inner) for t in targets], 0.92 * BAR, color=colour)
+
+
+def draw(rows: Sequence[Row], dim: int, dtype: str, theme: Theme) -> Figure:
+    """Modelled speed, instructions per tile, registers and shared memory of one head dim and dtype, by target."""
+    rows = [row for row in rows if (row["D"], row["dtype"], row["variant"]) == (dim, dtype, "causal")]
+    targets, version = targets_of(rows), rows[0]["triton"]
+    said = f"causal, D = {dim}, {dtype}; counted in the machine code that Triton {version} makes, modelled, not timed"
+    figure = new_figure(theme, "The kernels as compiled, by target", said, legend_rows=1, height=7.2)
+    grid = figure.subplots(2, 2, gridspec_kw={"wspace": 0.2, "hspace": 0.42})
+    panels: list[tuple[Axes, str, str, Callable[[Row], Any], Callable[[Row], Any] | None]] = [
+        (grid[0][0], "Speed, modelled (pale: all pipes overlap)", "TFLOP/s", full("overlap_tflops"), full("serial_tflops")),
+        (grid[0][1], "Instructions of a warp per tile, full blocks", "instructions", full("total"), None),
+        (grid[1][0], "Registers per thread (number: spills in loops)", "registers", lambda row: row["registers"], None),
+        (grid[1][1], "Shared memory of a program", "KiB", lambda row: row["shared_memory"] / 1024, None),
+    ]
+    for axes, title, unit, value, inner in panels:
+        bars(axes, rows, value, theme, inner)
+        style(axes, theme, title)
+        axes.grid(False, axis="x")
+        axes.set_xticks(range(len(targets)), targets)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set_ylabel(unit)
+    log_axis(grid[0][0], plain)
+    mark_spills(grid[1][0], rows, theme)
+    legend_below(figure, [grid[0][1]], theme)
+    return figure
+
+
+def mark_spills(axes: Axes, rows: Sequence[Row], theme: Theme) -> None:
+    """Write the number of spills inside loops over the bars that have any."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * 1.08)
+    for index, kernel in enumerate(KERNELS):
+        for x, target in enumerate(targets_of(rows)):
+            spills = pick(rows, kernel, target, lambda row: row["spills_in_loops"])
+            if spills:
+                top = pick(rows, kernel, target, lambda row: row["registers"])
+                where = x + (index - (len(KERNELS) - 1) / 2) * BAR
+                axes.text(where, top, f"{spills:.0f}", ha="center", va="bottom", fontsize=7, color=theme.ink)
+
+
+def draw_static(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """A figure per head dim and dtype, in every theme, as PNG and SVG.
+
+    Raises:
+        ValueError: no row holds machine code.
+    """
+    made = [row for row in rows if not row["error"] and row["variant"] == "causal"]
+    if not made:
+        raise ValueError("the results hold no counted kernel: nothing to plot")
+    figures: dict[str, Callable[[Theme], Figure]] = {}
+    for dim, dtype in dict.fromkeys((row["D"], row["dtype"]) for row in made):
+        figures[f"static-d{dim}-{dtype}"] = lambda theme, dim=dim, dtype=dtype: draw(made, dim, dtype, theme)  # type: ignore[misc]
+    return save(figures, folder)
