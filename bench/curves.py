@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from andrea_triton.nn.data import ByteTokenizer, Corpus, read_corpus
 from andrea_triton.train import Options, Run
-from bench.plot import DARK, LIGHT, Theme
 from bench.records import environment
+from bench.style import DARK, LIGHT, Theme
 
 RUNS = ("naive", "fused", "naive, batch reversed")
 DTYPES = {"float32": "fp32", "bfloat16": "bf16 (autocast)"}
@@ -94,10 +94,10 @@ def draw(curves: Curves, theme: Theme) -> Figure:
         for (dtype, runs), (top, low) in zip(curves.items(), zip(*grid, strict=True), strict=True):
             steps = range(1, len(runs["naive"]) + 1)
             top.plot(steps, runs["naive"], color=theme.lines[0], linewidth=4, alpha=0.5, label="naive")
-            top.plot(steps, runs["fused"], color=theme.lines[1], linewidth=1.2, label="fused")
+            top.plot(steps, runs["fused"], color=theme.own, linewidth=1.2, label="fused")
             top.set_title(f"Training loss, {DTYPES[dtype]}", loc="left", fontsize=11, color=theme.ink)
             low.semilogy(steps, distance(runs, RUNS[2]), color=theme.lines[0], linewidth=1, label="naive, batch reversed")
-            low.semilogy(steps, distance(runs, "fused"), color=theme.lines[1], linewidth=1, label="fused")
+            low.semilogy(steps, distance(runs, "fused"), color=theme.own, linewidth=1, label="fused")
             low.set(xlabel="step")
             for axes in (top, low):
                 axes.set_facecolor(theme.paper)

@@ -11,7 +11,6 @@ from bench.__main__ import main
 from bench.cases import Case
 from bench.records import Record, environment, write
 
-
 options: list[dict[str, Any]] = []
 
 

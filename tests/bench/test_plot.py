@@ -8,7 +8,12 @@ from bench.cases import MODES, Case, Mode
 from bench.plot import draw_all, ratios
 from bench.records import Kind, Record, environment
 
-NAMES = {f"{plot}{theme}.{kind}" for plot in ("time", "memory", "speedup", "speed", "growth") for theme in ("", "-dark") for kind in ("png", "svg")}
+NAMES = {
+    f"{plot}{theme}.{kind}"
+    for plot in ("time", "memory", "speedup", "speed", "growth")
+    for theme in ("", "-dark")
+    for kind in ("png", "svg")
+}
 
 
 def record(kind: Kind, name: str, length: int, mode: Mode, *samples: float) -> Record:
