@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton.errors import CompileError
 from andrea_triton.kernels.views import View
@@ -50,6 +51,8 @@ def describe(x: Any, aligned: bool = False) -> Argument | tuple[Any, ...]:
 
     Raises:
         CompileError: no kernel can take such a value."""
+    if isinstance(x, TensorDescriptor):
+        return Argument(f"tensordesc<{POINTERS[x.base.dtype][1:]}{list(x.block_shape)}>")
     if isinstance(x, torch.Tensor):
         return Argument(POINTERS[x.dtype], x.data_ptr() % 16 == 0)
     if x is None or isinstance(x, (JITFunction, tl.dtype)):

@@ -4,7 +4,7 @@ them; nothing here does either."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from andrea_triton.kernels.scores import Terms
 from andrea_triton.kernels.tile import Attention
 from andrea_triton.kernels.views import PAD, Matrix, Sizes, View
 from andrea_triton.launch.configs import Config, candidates
+from andrea_triton.launch.descriptors import described, with_descriptors
 from andrea_triton.problem import Problem, accumulator
 
 MAX_BLOCKS = 65535  # of grid axis 1
@@ -38,6 +39,7 @@ class Launch:
     grid: tuple[int, int]
     config: Config
     configs: tuple[Config, ...]
+    described: bool = False  # its tiles come by tensor descriptors
 
 
 class Saved(NamedTuple):
@@ -154,8 +156,9 @@ def attention(problem: Problem, precision: str) -> Attention:
 
 def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, target: str, **constexprs: int) -> Launch:
     """A Launch of a kernel with the best tiling for a target. Raises UnsupportedError for more blocks than a grid can hold."""
+    by_descriptor = described(name, dict(zip(kernel.arg_names, args, strict=False)), problem, target)
     configs = candidates(name, target, max(problem.D, problem.DV), problem.dtype.itemsize, *lengths(problem))
-    return tiled(Launch(name, kernel, args, constexprs, (0, 0), configs[0], configs), problem, configs[0])
+    return tiled(Launch(name, kernel, args, constexprs, (0, 0), configs[0], configs, by_descriptor), problem, configs[0])
 
 
 def lengths(problem: Problem) -> tuple[int, int]:
@@ -190,7 +193,11 @@ def tiled(launch: Launch, problem: Problem, config: Config) -> Launch:
         )
     sides = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
     constexprs = {**launch.constexprs, **{side: n for side, n in sides.items() if side in launch.kernel.arg_names}}
-    return Launch(launch.name, launch.kernel, launch.args, constexprs, (programs, blocks), config, launch.configs)
+    args = launch.args
+    if launch.described:
+        named = dict(zip(launch.kernel.arg_names, args, strict=False))
+        args = tuple(with_descriptors(launch.name, named, config).values())
+    return replace(launch, args=args, constexprs=constexprs, grid=(programs, blocks), config=config)
 
 
 def forward_plan(q: Tensor, k: Tensor, v: Tensor, saved: Saved, problem: Problem, target: str, precision: str) -> list[Launch]:

@@ -1,0 +1,53 @@
+"""Host tensor descriptors: tiles that a GPU's copy engine (TMA, from sm_90 on) fetches whole, in place of a pointer per element.
+
+A descriptor knows a tensor's true sizes, so rows past the end arrive as zeros; it knows nothing of a sequence within the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.backends.driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from andrea_triton.kernels.views import View
+from andrea_triton.launch.configs import Config, family
+from andrea_triton.problem import Problem
+
+# Which side of the tile a kernel's argument is cut along.
+SIDES = {"forward": {"q": "BLOCK_M", "k": "BLOCK_N", "v": "BLOCK_N"}}
+FAMILIES = ("hopper", "blackwell")
+GRANULE = 16  # bytes that addresses and strides are to be multiples of
+LARGEST_BOX = 256  # elements of a box along one dim
+# Older launchers look for descriptors among the arguments themselves only, not in the NamedTuples there.
+LAUNCHABLE = hasattr(triton.backends.driver, "wrap_handle_tensordesc_impl")
+
+
+def described(name: str, args: dict[str, Any], problem: Problem, target: str) -> bool:
+    """Whether the tiles of a launch come by descriptors: never a question of a length."""
+    packed_or_cut = problem.packed or problem.extras.key_lengths is not None
+    if name not in SIDES or family(target) not in FAMILIES or packed_or_cut or not LAUNCHABLE:
+        return False
+    whole = all(16 <= d <= LARGEST_BOX and d & (d - 1) == 0 for d in (problem.D, problem.DV))
+    return whole and all(_fits(args[side]) for side in SIDES[name])
+
+
+def _fits(view: View) -> bool:
+    t = view.ptr
+    size = t.element_size()
+    strides = [stride * size for stride, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
+    aligned = t.data_ptr() % GRANULE == 0 and all(0 < s < 2**40 and s % GRANULE == 0 for s in strides)
+    return aligned and t.numel() > 0 and t.dtype.itemsize < 8
+
+
+def with_descriptors(name: str, args: dict[str, Any], config: Config) -> dict[str, Any]:
+    """The arguments with a descriptor in each view, for the boxes of a tiling."""
+    return {arg: _box(x, getattr(config, SIDES[name][arg])) if arg in SIDES[name] else x for arg, x in args.items()}
+
+
+def _box(view: View, rows: int) -> View:
+    t = view.ptr
+    granule = GRANULE // t.element_size()
+    # A dim of one element is never stepped over; its stride may be any, and TMA wants a multiple.
+    strides = [s if n > 1 else granule for s, n in zip(t.stride()[:3], t.shape[:3], strict=True)]
+    return view._replace(desc=TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, t.shape[3]]))
