@@ -21,7 +21,7 @@ PURE = "errors spec"
 HOST = f"{PURE} problem target torch"
 TILES = "triton kernels.numerics kernels.views"
 PARTS = "kernels.bands kernels.scores kernels.softmax kernels.dropout"
-PLAN = f"{HOST} kernels launch.cards launch.configs"
+PLAN = f"{HOST} kernels launch.cards launch.configs launch.descriptors"
 
 # Room -> what it may import beside the standard library. A name stands for itself and for what is inside it; a file
 # without an entry of its own belongs to its folder's.
@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "launch.__init__": "",
     "launch.cards": "",
     "launch.configs": "launch.cards",
+    "launch.descriptors": f"{HOST} kernels launch.configs triton",
     "launch.plan": f"{PLAN} numpy",
     "launch.compile": f"{PLAN} triton numpy launch.plan",
     "launch.interpreter": "errors torch triton numpy launch.plan launch.compile",

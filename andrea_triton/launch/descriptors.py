@@ -5,9 +5,8 @@ A descriptor knows a tensor's true sizes, so rows past the end arrive as zeros; 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import triton.backends.driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton.kernels.views import View
@@ -19,14 +18,12 @@ SIDES = {"forward": {"q": "BLOCK_M", "k": "BLOCK_N", "v": "BLOCK_N"}}
 FAMILIES = ("hopper", "blackwell")
 GRANULE = 16  # bytes that addresses and strides are to be multiples of
 LARGEST_BOX = 256  # elements of a box along one dim
-# Older launchers look for descriptors among the arguments themselves only, not in the NamedTuples there.
-LAUNCHABLE = hasattr(triton.backends.driver, "wrap_handle_tensordesc_impl")
 
 
 def described(name: str, args: dict[str, Any], problem: Problem, target: str) -> bool:
     """Whether the tiles of a launch come by descriptors: never a question of a length."""
     packed_or_cut = problem.packed or problem.extras.key_lengths is not None
-    if name not in SIDES or family(target) not in FAMILIES or packed_or_cut or not LAUNCHABLE:
+    if name not in SIDES or family(target) not in FAMILIES or packed_or_cut:
         return False
     whole = all(16 <= d <= LARGEST_BOX and d & (d - 1) == 0 for d in (problem.D, problem.DV))
     return whole and all(_fits(args[side]) for side in SIDES[name])
@@ -51,3 +48,57 @@ def _box(view: View, rows: int) -> View:
     # A dim of one element is never stepped over; its stride may be any, and TMA wants a multiple.
     strides = [s if n > 1 else granule for s, n in zip(t.stride()[:3], t.shape[:3], strict=True)]
     return view._replace(desc=TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, t.shape[3]]))
+
+
+def without_descriptors(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with bare pointers in their views."""
+    return tuple(x._replace(desc=None) if isinstance(x, View) else x for x in args)
+
+
+def expanded(arguments: list[Any]) -> tuple[Any, ...]:
+    """The arguments in the order of the compiled kernel's parameters: a descriptor brings its sizes and strides with it."""
+    parts = ((x, *x.shape, *x.strides) if isinstance(x, TensorDescriptor) else (x,) for x in arguments)
+    return tuple(x for part in parts for x in part)
+
+
+class Address(NamedTuple):
+    """Of a tensor, in the place of the tensor: all that Triton's launcher asks of the base of a descriptor."""
+
+    value: int
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.value
+
+
+class Box(NamedTuple):
+    """A descriptor without its address: what lasts of it from call to call.
+
+    Args:
+        place: of its tensor's address among the addresses of a call.
+        position: among the arguments of the kernel.
+        shape, strides, padding, round_f32_to_tf32: as Triton's launcher reads them.
+        base: an Address, in the one call that it is for.
+    """
+
+    place: int
+    position: int
+    shape: list[int]
+    strides: list[int]
+    padding: str
+    round_f32_to_tf32: bool
+    base: Address = Address(0)
+
+
+def box_of(descriptor: TensorDescriptor, place: int, position: int) -> Box:
+    """What lasts of a descriptor."""
+    tf32 = getattr(descriptor, "round_f32_to_tf32", False)
+    return Box(place, position, descriptor.shape, descriptor.strides, descriptor.padding, tf32)
+
+
+def with_boxes(arguments: tuple[Any, ...], boxes: tuple[Box, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments with a descriptor, of this call's address, in the place of each box."""
+    filled = list(arguments)
+    for box in boxes:
+        filled[box.position] = box._replace(base=Address(addresses[box.place]))
+    return tuple(filled)

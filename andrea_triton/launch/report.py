@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from andrea_triton.launch import run
 from andrea_triton.launch.cards import CARDS
 from andrea_triton.launch.compile import compiled, flatten, gpu_target
 from andrea_triton.launch.configs import Config
+from andrea_triton.launch.descriptors import expanded, without_descriptors
 from andrea_triton.launch.machine_code import Loop, MachineCode, read
 from andrea_triton.launch.plan import Grads, Launch, Saved, backward_plan, forward_plan, row_blocks, tiled, unit_stride
 from andrea_triton.problem import Problem, accumulator, make_problem
@@ -65,7 +66,7 @@ def compiled_launches(
     causal: bool = False, scale: float | None = None, window: Window = None, q_start: int | None = None,
     softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None, sinks: Tensor | None = None,
     key_lengths: Tensor | None = None, score: Score | None = None, mask: Mask | Tensor | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, validate: bool = False,
+    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, validate: bool = False, descriptors: bool = True,
 ) -> list[CompiledLaunch]:  # fmt: skip
     """The launches that `attention(q, k, v, ...)` makes, and with dout those of its backward, compiled and not started.
 
@@ -76,6 +77,8 @@ def compiled_launches(
         dout: gradient of out (B, HQ, M, DV); None for the forward alone.
         target: sm_80, sm_90, gfx942 ...; the GPU need not be there.
         dlse: gradient of lse (B, HQ, M), or None.
+        descriptors: False compiles bare pointers where the call would take tensor descriptors, as it does for tensors that have
+            none.
         causal, scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p, seed, precise,
             return_lse, validate: as in `attention`; lse is among the outputs in any case.
 
@@ -104,7 +107,10 @@ def compiled_launches(
         q, k, v, spec, bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, keep=keep, score=score, mask=user_mask,
         seed=seed, validate=validate,
     )  # fmt: skip
-    return [compile_launch(launch, problem, target, outputs) for launch, outputs in planned(q, k, v, dout, dlse, problem, target)]
+    plan = planned(q, k, v, dout, dlse, problem, target)
+    if not descriptors:
+        plan = [(replace(x, described=False, args=without_descriptors(x.args)), outputs) for x, outputs in plan]
+    return [compile_launch(launch, problem, target, outputs) for launch, outputs in plan]
 
 
 Planned = tuple[Launch, dict[str, Tensor]]
@@ -175,7 +181,7 @@ def compile_launch(launch: Launch, problem: Problem, target: str, outputs: dict[
         chosen = tiled(launch, problem, config)
         kernel = compiled(chosen, gpu_target(target))
         if card is None or kernel.metadata.shared <= card.shared_per_cta:
-            args, tile = tuple(flatten(chosen.args)), (config.BLOCK_M, config.BLOCK_N)
+            args, tile = expanded(flatten(chosen.args)), (config.BLOCK_M, config.BLOCK_N)
             return CompiledLaunch(
                 launch.name, kernel, chosen.grid, args, tile, config, outputs, _matmul_dims(launch.name, problem)
             )

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import target as targets
 from andrea_triton.errors import CompileError
 from andrea_triton.launch import compile as compiler
+from andrea_triton.launch.descriptors import Box, box_of, with_boxes
 from andrea_triton.launch.plan import Launch, tiled
 from andrea_triton.problem import Problem
 
@@ -28,6 +30,7 @@ class Start(NamedTuple):
         pick: brings addresses and numbers in the order of the kernel's parameters.
         numbers: the arguments that are the same in every such call.
         lasting: whether it holds for other tensors, or for these alone.
+        boxes: the arguments that are descriptors of tensors.
     """
 
     kernel: Any
@@ -35,6 +38,7 @@ class Start(NamedTuple):
     pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     numbers: tuple[Any, ...]
     lasting: bool
+    boxes: tuple[Box, ...] = ()
 
 
 def ready(launch: Launch, problem: Problem, places: Mapping[int, int]) -> Start:
@@ -53,12 +57,16 @@ def ready(launch: Launch, problem: Problem, places: Mapping[int, int]) -> Start:
     chosen = launch if config == launch.config else tiled(launch, problem, config)
     order: list[int] = []
     numbers: list[Any] = []
+    boxes: list[Box] = []
     for value in compiler.flatten(chosen.args):
+        if isinstance(value, TensorDescriptor):
+            boxes.append(box_of(value, places[id(value.base)], len(order)))
+            value = 0
         order.append(places.get(id(value), len(places) + len(numbers)))
         if id(value) not in places:
             numbers.append(_plain(value))
     lasting = all(type(x) in (int, float) for x in numbers)
-    return Start(kernel, (*chosen.grid, 1), operator.itemgetter(*order), tuple(numbers), lasting)
+    return Start(kernel, (*chosen.grid, 1), operator.itemgetter(*order), tuple(numbers), lasting, tuple(boxes))
 
 
 def _plain(value: Any) -> Any:
@@ -70,8 +78,10 @@ def go(starts: Sequence[Start], addresses: tuple[int, ...], problem: Problem) ->
     """Start kernels, in order, on the current stream of the tensors' device."""
     with targets.current(problem.device):
         stream, hooks = targets.stream(problem.device), _hooks()
-        for kernel, grid, pick, numbers, _ in starts:
+        for kernel, grid, pick, numbers, _, boxes in starts:
             arguments = pick(addresses + numbers)
+            if boxes:
+                arguments = with_boxes(arguments, boxes, addresses)
             metadata = kernel.launch_metadata(grid, stream, *arguments) if hooks[0] or hooks[1] else None
             kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, *hooks, *arguments)
 

@@ -15,7 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-LIMITS = (166912, 166912, 11264, 1024)  # shared memory of a block on each device: two of one kind, two small ones
+LIMITS = (
+    166912,
+    166912,
+    11264,
+    1024,
+    232448,
+)  # shared memory of a block on each device: two of one kind, two small ones, a new one
+CAPABILITIES = ((8, 0), (8, 0), (8, 0), (8, 0), (9, 0))
 STREAM = 4096  # torch's current stream on device d is STREAM + d
 
 SOURCE = """
@@ -68,7 +75,7 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
   case 13: case 36: *value = 1410000; break; /* clocks, kHz */
   case 16: *value = 108; break;             /* multiprocessors */
   case 37: *value = 5120; break;            /* bits of the memory bus */
-  case 75: *value = 8; break;               /* compute capability */
+  case 75: *value = device < 4 ? 8 : 9; break; /* compute capability */
   case 76: *value = 0; break;
   case 81: *value = limits[device] + 1024; break; /* shared memory of a multiprocessor */
   case 97: *value = limits[device]; break;  /* and of a block that asks for it */
@@ -171,7 +178,24 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 /* Triton links or looks these up, and these tests never get there. */
 CUresult cuStreamIsCapturing(void *stream, int *status) { *status = 0; return SUCCESS; }
 CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUlaunchConfig *config) { return NOT_SUPPORTED; }
-CUresult cuTensorMapEncodeTiled() { return NOT_SUPPORTED; }
+
+/* A descriptor of four dims, written as it was asked for: address, sizes, strides in bytes, box, type, rank. */
+CUresult cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const uint64_t *sizes,
+                                const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
+                                int swizzle, int promotion, int fill) {
+  char *at = memset(map, 0, 128);
+  if (rank != 4 || (uintptr_t)address % 16) return INVALID_VALUE;
+  for (int i = 0; i < 4; i++) {
+    if (!sizes[i] || !box[i] || box[i] > 256 || (i < 3 && (strides[i] % 16 || !strides[i]))) return INVALID_VALUE;
+  }
+  memcpy(at, &address, 8);
+  memcpy(at + 8, sizes, 32);
+  memcpy(at + 40, strides, 24);
+  memcpy(at + 64, box, 16);
+  memcpy(at + 80, &type, 4);
+  memcpy(at + 84, &rank, 4);
+  return SUCCESS;
+}
 CUresult cuTensorMapEncodeIm2col() { return NOT_SUPPORTED; }
 """
 
@@ -234,7 +258,7 @@ def pretend() -> None:
 
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = current_device
-    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+    torch.cuda.get_device_capability = lambda index=None: CAPABILITIES[device.value if index is None else index]
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = exchange
     torch._C._cuda_getCurrentRawStream = lambda index: STREAM + index
     exchange(0)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import attention, target, testing, varlen_attention
 from andrea_triton.errors import CompileError
@@ -62,9 +63,20 @@ def packed(value: Any) -> bytes:
     return struct.pack("<q" if isinstance(value, np.int64) else "<i", value)
 
 
+def parameters_of(value: Any) -> list[bytes]:
+    """The kernel's parameters for a run-time argument: one, and nine for a descriptor, with innermost dims first in its own."""
+    if not isinstance(value, TensorDescriptor):
+        return [packed(value)]
+    t, (*strides, _), box = value.base, value.strides, value.block_shape
+    sizes, steps = list(value.shape)[::-1], [stride * t.element_size() for stride in strides[::-1]]
+    kind = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}[t.dtype]  # of CUtensorMapDataType
+    made = struct.pack("<8Q4I2I40x", t.data_ptr(), *sizes, *steps, *box[::-1], kind, 4)
+    return [made, *(struct.pack("<i", n) for n in value.shape), *(struct.pack("<q", n) for n in value.strides)]
+
+
 def wanted(launch: Launch) -> Wanted:
     """Of a Launch with its best tiling: its arguments in order, then no scratch memory of Triton's, twice."""
-    parameters = [packed(x) for x in compiler.flatten(launch.args)] + [bytes(8)] * 2
+    parameters = [y for x in compiler.flatten(launch.args) for y in parameters_of(x)] + [bytes(8)] * 2
     return Wanted(launch.name, (*launch.grid, 1), 32 * launch.config.num_warps, parameters)
 
 
@@ -77,11 +89,11 @@ def attend(inputs: testing.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextlib.contextmanager
 def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]:
-    """CPU tensors count as ones of an sm_80 device. Launches also go to `executed`; `small` tiles compile fastest."""
-    execute = run.execute
+    """CPU tensors count as ones of a device. Launches also go to `executed`; `small` tiles compile fastest."""
+    execute, card = run.execute, "sm_{}{}".format(*stub_cuda.CAPABILITIES[index])
 
     def execute_there(plan: Any, given: Any, made: Any, problem: Problem, backend: str, wishes: Any = ()) -> None:
-        launches = plan((*given, *made), wishes, problem, "sm_80", target.float32_precision())
+        launches = plan((*given, *made), wishes, problem, card, target.float32_precision())
         executed.extend(wanted(launch) for launch in launches)
         execute(plan, given, made, replace(problem, device=torch.device("cuda", index)), backend, wishes)
 
@@ -91,7 +103,7 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         run._starts.clear()  # of tiles of the other kind
         patch.setattr(run, "execute", execute_there)
-        patch.setattr(target, "target_of", lambda device: "sm_80")
+        patch.setattr(target, "target_of", lambda device: card)
         patch.setattr(target, "check_backend", lambda name, device: None)
         if small:
             patch.setattr(plan, "candidates", smallest)
@@ -181,6 +193,22 @@ def test_each_device_has_its_own_kernels(call: Call) -> None:
     assert there.compiled == 4 and arrived(there) == there.wanted
     assert {(start.device, start.stream) for start in there.starts} == {(1, STREAM + 1)}
     assert call(PLAIN).compiled == call(PLAIN, device=1).compiled == 0
+
+
+@pytest.mark.parametrize("dtype", [FP16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_descriptors_arrive_at_a_card_that_has_them(call: Call, dtype: torch.dtype) -> None:
+    """Of this call's tensors, in a call that plans and in one that only starts again."""
+    outcome = call(replace(PLAIN, HKV=1, N=200, D=64), dtype, device=4, small=False)
+    again = call(replace(PLAIN, HKV=1, N=200, D=64), dtype, device=4, small=False)
+    for made in (outcome, again):
+        (start,) = made.starts
+        assert [len(x) for x in start.parameters].count(128) == 3 and arrived(made) == made.wanted
+
+
+def test_tensors_that_no_descriptor_can_describe_take_pointers(call: Call) -> None:
+    for case in (replace(PLAIN, D=40), replace(PLAIN, D=64, layout="guarded"), replace(PLAIN, D=64, B=2, key_lengths=(9, 130))):
+        outcome = call(case, device=4, small=False)
+        assert 128 not in [len(x) for x in outcome.starts[0].parameters] and arrived(outcome) == outcome.wanted
 
 
 def test_little_shared_memory_takes_a_smaller_tile_and_warns_once(call: Call) -> None:

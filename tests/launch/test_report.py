@@ -261,3 +261,25 @@ def test_the_forward_at_home_shape_on_sm_80() -> None:
     assert (row.code.spill_loads, row.code.spill_stores) == (0, 0)
     full, _ = row.loops()
     assert full is not None and full.total <= 620
+
+
+def test_the_forward_at_home_shape_on_sm_90() -> None:
+    """By tensor descriptors: fewer registers, so three programs on a multiprocessor; and by pointers when asked."""
+    row = report.count("sm_90", 64, "bf16", "causal", 1024)[0]
+    assert row.config == Config(64, 128, 4, 2) and row.code is not None
+    assert (row.code.spill_loads, row.code.spill_stores) == (0, 0) and row.code.ctas_per_sm >= 3
+    full, _ = row.loops()
+    assert full is not None and full.overlap_tflops >= 920 and full.serial_tflops >= 467
+
+
+def test_descriptors_bring_their_sizes_and_strides() -> None:
+    q = torch.empty(1, 12, 1024, 64, dtype=torch.bfloat16)
+    (launch,) = compiled_launches(q, q, q, target="sm_90", causal=True)
+    assert "cp.async.bulk.tensor" in launch.kernel.asm["ptx"]
+    kinds = [type(x).__name__ for x in launch.args]
+    assert kinds.count("TensorDescriptor") == 3
+    first = kinds.index("TensorDescriptor")
+    assert launch.args[first + 1 : first + 9] == (1, 12, 1024, 64, 786432, 65536, 64, 1)
+    (pointers,) = compiled_launches(q, q, q, target="sm_90", causal=True, descriptors=False)
+    assert "cp.async.bulk.tensor" not in pointers.kernel.asm["ptx"] and pointers.tile == launch.tile
+    assert "TensorDescriptor" not in [type(x).__name__ for x in pointers.args]
