@@ -66,7 +66,8 @@ def compiled_launches(
     causal: bool = False, scale: float | None = None, window: Window = None, q_start: int | None = None,
     softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None, sinks: Tensor | None = None,
     key_lengths: Tensor | None = None, score: Score | None = None, mask: Mask | Tensor | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, validate: bool = False, descriptors: bool = True,
+    seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, validate: bool = False,
+    descriptors: bool = True,
 ) -> list[CompiledLaunch]:  # fmt: skip
     """The launches that `attention(q, k, v, ...)` makes, and with dout those of its backward, compiled and not started.
 

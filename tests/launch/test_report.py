@@ -273,13 +273,13 @@ def test_the_forward_at_home_shape_on_sm_90() -> None:
 
 
 def test_descriptors_bring_their_sizes_and_strides() -> None:
-    q = torch.empty(1, 12, 1024, 64, dtype=torch.bfloat16)
+    q = torch.empty(2, 12, 1024, 64, dtype=torch.bfloat16)
     (launch,) = compiled_launches(q, q, q, target="sm_90", causal=True)
     assert "cp.async.bulk.tensor" in launch.kernel.asm["ptx"]
     kinds = [type(x).__name__ for x in launch.args]
     assert kinds.count("TensorDescriptor") == 3
     first = kinds.index("TensorDescriptor")
-    assert launch.args[first + 1 : first + 9] == (1, 12, 1024, 64, 786432, 65536, 64, 1)
+    assert launch.args[first + 1 : first + 9] == (2, 12, 1024, 64, 786432, 65536, 64, 1)
     (pointers,) = compiled_launches(q, q, q, target="sm_90", causal=True, descriptors=False)
     assert "cp.async.bulk.tensor" not in pointers.kernel.asm["ptx"] and pointers.tile == launch.tile
     assert "TensorDescriptor" not in [type(x).__name__ for x in pointers.args]
