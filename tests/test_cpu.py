@@ -1,5 +1,6 @@
 """The torch backend: PyTorch's fused attention where it is right, and the dense reference where it is not."""
 
+import math
 from typing import Any
 
 import pytest
@@ -97,6 +98,13 @@ def test_gradients_of_out_alone_and_of_lse_alone(case: Case, dtype: torch.dtype)
 
 def by_torch(x: Any) -> Any:
     return attention(x.q, x.k, x.v, **x.settings, **x.extras, return_lse=True, backend="torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda x: str(x)[6:])
+def test_lse_of_sixteen_bits_has_the_digits_of_fp32(dtype: torch.dtype) -> None:
+    q, k, v = torch.zeros(1, 1, 3, 8, dtype=dtype), torch.randn(1, 1, 8, 8).to(dtype), torch.randn(1, 1, 8, 8).to(dtype)
+    _, lse = attention(q, k, v, return_lse=True, backend="torch")
+    assert (lse - math.log(8)).abs().max() <= 2 * torch.finfo(F32).eps * math.log(8)
 
 
 def test_a_query_of_one_key_has_exactly_no_gradient() -> None:
