@@ -18,7 +18,7 @@ from .reference import reference
 
 LARGEST_BIAS = 2.0**14  # beyond it lse in fp32 no longer resolves the logarithm of the row sum
 ROWS = 128  # of a block of the backward
-TILE = 2**18  # scores that the backward holds at a time, unless a single block of rows has more
+TILE = 2**20  # scores that the backward holds at a time, unless a single block of rows has more: few, long passes for the threads
 
 
 def fused(problem: Problem, q: Tensor, k: Tensor) -> bool:
