@@ -1,0 +1,65 @@
+"""Machine code as committed in bench/results/static.jsonl: a change that makes a kernel longer or slower shows here.
+
+The table is written by `python -m andrea_triton.launch.report --json bench/results/static.jsonl` with --target, --d and --dtype;
+write it again, and say why, where a change is meant to cost something.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from andrea_triton.launch import report
+
+TABLE = Path(__file__).parents[2] / "bench" / "results" / "static.jsonl"
+TOLERANCE = 1.02
+Row = dict[str, Any]
+
+
+def committed(target: str, D: int, dtype: str, variant: str) -> list[Row]:
+    """The table's rows of one call, made with the Triton that runs; skips where there is none."""
+    asked = (target, D, dtype, variant, triton.__version__)
+    rows = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
+    found = [row for row in rows if tuple(row[name] for name in ("target", "D", "dtype", "variant", "triton")) == asked]
+    if not found:
+        pytest.skip(f"the table has no rows made with Triton {triton.__version__}")
+    return found
+
+
+def worse(now: Row, then: Row) -> list[str]:
+    """What is worse than the table says by more than TOLERANCE, and any new spill."""
+    faults = [
+        f"{loop} {figure}: {now[loop][figure]}, was {then[loop][figure]}"
+        for loop in ("full", "edge")
+        for figure in ("total", "overlap", "serial")
+        if now[loop] and then[loop] and then[loop][figure] and (now[loop][figure] or 0) > TOLERANCE * then[loop][figure]
+    ]
+    spills = ("spill_loads", "spill_stores", "spills_in_loops")
+    return faults + [f"{name}: {now[name]}, was {then[name]}" for name in spills if now[name] > then[name]]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_machine_code_is_no_worse_than_the_table(target: str) -> None:
+    then = {row["kernel"]: row for row in committed(target, 64, "bf16", "causal")}
+    now = {row["kernel"]: row for row in map(json.loads, map(report.as_json, report.count(target, 64, "bf16", "causal", 1024)))}
+    assert now.keys() == then.keys()
+    assert {name: worse(now[name], then[name]) for name in now} == {name: [] for name in now}
+
+
+@pytest.mark.parametrize("figure", ["total", "overlap", "serial"])
+@pytest.mark.parametrize("loop", ["full", "edge"])
+def test_a_slower_loop_is_worse(loop: str, figure: str) -> None:
+    then = {name: {"total": 600, "overlap": 1.0, "serial": 2.0} for name in ("full", "edge")}
+    then |= {"spill_loads": 1, "spill_stores": 1, "spills_in_loops": 0}
+    slower = {**then, loop: {**then[loop], figure: then[loop][figure] * 1.03}}
+    within = {**then, loop: {**then[loop], figure: then[loop][figure] * 1.01}}
+    assert [fault.split(":")[0] for fault in worse(slower, then)] == [f"{loop} {figure}"]
+    assert worse(within, then) == worse(then, then) == []
+
+
+@pytest.mark.parametrize("name", ["spill_loads", "spill_stores", "spills_in_loops"])
+def test_any_new_spill_is_worse(name: str) -> None:
+    then = {"full": None, "edge": None, "spill_loads": 1, "spill_stores": 1, "spills_in_loops": 0}
+    assert worse({**then, name: 2}, then) == [f"{name}: 2, was {then[name]}"]
