@@ -97,7 +97,7 @@ def test_kernels_start_under_the_tensors_device(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(getattr(torch, other), "device", lambda there: pytest.fail(f"{other} was asked for {there}"))
     monkeypatch.setattr(target, "stream", lambda there: streams.append(there))
     kernel = SimpleNamespace(run=lambda *_: started.append(current[-1]), function=0, packed_metadata=0)
-    start = SimpleNamespace(kernel=kernel, grid=(1, 1, 1), pick=tuple, numbers=(), lasting=True)
+    start = SimpleNamespace(kernel=kernel, grid=(1, 1, 1), pick=tuple, numbers=(), lasting=True, boxes=())
     monkeypatch.setattr(run, "ready", lambda *_: started.append(current[-1]) or tuple(vars(start).values()))
     problem = replace(make_problem(*[torch.zeros(1, 1, 1, 1)] * 3, make_spec()), device=torch.device(device))
     starts = run._ready(lambda *_: [SimpleNamespace(grid=(1, 1))], (), (), problem, "sm_80", "ieee")

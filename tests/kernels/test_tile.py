@@ -75,10 +75,10 @@ def test_both_orientations_give_the_same_bits(dtype: torch.dtype, settings: dict
 
 
 def test_plain_logits_are_left_to_the_exponent(interpreted: Interpreted) -> None:
-    q, k, what = torch.randn(M, D), torch.randn(N, D), attention(torch.float32, scale=0.3)
+    q, k, what = torch.randn(M, D).half(), torch.randn(N, D).half(), attention(torch.float16, scale=0.3)
     assert what.exact.value is False
     s, capped = logits(q, k, what, interpreted, 0, False, False)
-    assert_accurate(s, q @ k.T, q.double() @ k.double().T, torch.float32, "bare products")
+    assert_accurate(s, q.float() @ k.float().T, q.double() @ k.double().T, torch.float32, "bare products")
     assert torch.equal(s, capped)
 
 
@@ -110,7 +110,7 @@ def test_a_poisoned_hidden_key_reaches_nobody(settings: dict[str, float], interp
 
 @pytest.mark.parametrize("folded", [True, False])
 def test_weights(folded: bool, interpreted: Interpreted) -> None:
-    what, s = attention(torch.float32, scale=0.5), torch.randn(M, N) * 3
+    what, s = attention(torch.bfloat16, scale=0.5), torch.randn(M, N) * 3
     products = s.double() * 0.5
     lse = torch.logsumexp(products, 1)
     top = products.amax(1)

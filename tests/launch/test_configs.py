@@ -14,7 +14,7 @@ from andrea_triton.spec import make_spec
 
 KERNELS = ("forward", "dkdv", "dq", "dbias", "statistics")
 HEAD_DIMS = (32, 64, 128, 256)
-BARRIERS = 64
+BARRIERS = 1024  # beside the tiles, which lie at multiples of this
 
 
 def shared_memory(kernel: str, card: Card, config: Config, D: int, itemsize: int) -> int:
