@@ -127,7 +127,7 @@ def write(curves: Curves, options: Options, folder: Path) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser("python -m bench.curves", description=(__doc__ or "").split("\n\n", 1)[1])
-    parser.add_argument("--steps", type=int, default=16, help="of the optimizer (default: 16; naive attention in bf16 is slow on a CPU)")
+    parser.add_argument("--steps", type=int, default=16, help="default: 16; naive bf16 is slow on a CPU")
     parser.add_argument("--device", default="cpu", help="cpu, cuda ... (default: cpu)")
     parser.add_argument("--out", type=Path, default=Path("bench/results/local"), metavar="DIR", help="folder of the results")
     words = parser.parse_args(arguments)
