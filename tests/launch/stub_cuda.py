@@ -256,9 +256,17 @@ def pretend() -> None:
         driver.cuCtxSetCurrent(context)
         return before
 
-    torch.cuda.is_available = lambda: True
-    torch.cuda.current_device = current_device
-    torch.cuda.get_device_capability = lambda index=None: CAPABILITIES[device.value if index is None else index]
-    torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = exchange
-    torch._C._cuda_getCurrentRawStream = lambda index: STREAM + index
+    def capability(index: int | None = None) -> tuple[int, int]:
+        return CAPABILITIES[device.value if index is None else index]
+
+    # By name: the stand-ins take less than what they stand for.
+    for name, answer in (
+        ("is_available", lambda: True),
+        ("current_device", current_device),
+        ("get_device_capability", capability),
+        ("_exchange_device", exchange),
+        ("_maybe_exchange_device", exchange),
+    ):
+        setattr(torch.cuda, name, answer)
+    setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index)  # noqa: B010
     exchange(0)
