@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from andrea_triton import target as targets
 from andrea_triton.launch import compile as compiler
 from andrea_triton.launch import run
 from andrea_triton.launch.configs import Config
+from andrea_triton.launch.descriptors import without_descriptors
 from andrea_triton.launch.plan import Launch, tiled
 from andrea_triton.problem import Problem
 from tests.compiled.global_memory import GlobalMemory
@@ -69,7 +71,7 @@ def emulated(target: str = "sm_80", tiles: Tiles | None = None, rewrite: Rewrite
     """Within it backend="interpreter" means compiled kernels in the emulator.
 
     Args:
-        target: sm_80, or another that has neither wgmma nor bulk copies.
+        target: sm_80, or sm_90; tiles come by pointers there too, not by descriptors, for bulk copies are not emulated.
         tiles: tilings to use instead of the library's.
         rewrite: changes the PTX that is run.
 
@@ -84,6 +86,7 @@ def emulated(target: str = "sm_80", tiles: Tiles | None = None, rewrite: Rewrite
         for launch in plan((*given, *made), wanted, problem, target, "ieee"):
             if 0 not in launch.grid:
                 config = (tiles or {}).get(launch.name)
+                launch = replace(launch, described=False, args=without_descriptors(launch.args))
                 names.append(launch.name)
                 start(launch if config is None else tiled(launch, problem, config), target, rewrite)
 

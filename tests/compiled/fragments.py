@@ -33,10 +33,11 @@ def right_tile(registers: Sequence[Array], kind: str) -> Array:
 
 
 def spread(tile: Array) -> Array:
-    """Registers [4, ctas, threads] of a product [ctas, warps, 16, 8]: a pair of columns of row g, then of row g + 8."""
-    ctas, warps = tile.shape[:2]
-    parts = tile.reshape(ctas, warps, 2, 8, 4, 2)
-    return parts.transpose(2, 5, 0, 1, 3, 4).reshape(4, ctas, warps * LANES)
+    """Registers [columns / 2, ctas, threads] of a product [ctas, warps, 16, columns]: of every eight columns a pair of row g,
+    then the pair of row g + 8."""
+    ctas, warps, _, columns = tile.shape
+    parts = tile.reshape(ctas, warps, 2, 8, columns // 8, 4, 2)
+    return parts.transpose(4, 2, 6, 0, 1, 3, 5).reshape(columns // 2, ctas, warps * LANES)
 
 
 def matrix_rows(rows: Array, transposed: bool) -> Array:

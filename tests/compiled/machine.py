@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.compiled import memory_steps, warp_steps
+from tests.compiled import memory_steps, warp_steps, wgmma, wgmma_registers
 from tests.compiled.faults import Divergence, Fault, Unsupported
 from tests.compiled.global_memory import GlobalMemory
 from tests.compiled.opcodes import OPERATIONS
@@ -45,12 +45,14 @@ class Machine:
 
     Raises:
         Unsupported: it holds an instruction that the emulator does not know.
+        Race: it touches registers of a product of warpgroups too early.
     """
 
     def __init__(self, program: Program, shared_bytes: int) -> None:
         self.program, self.shared_bytes = program, shared_bytes
         self.cell = min((memory_steps.smallest_access(i) for i in program.instructions), default=16)
         self.steps = [_step(program, index) for index in range(len(program.instructions))]
+        wgmma_registers.check(program)
 
     def launch(self, grid: tuple[int, int], arguments: Sequence[Any], memory: GlobalMemory) -> None:
         """Run every CTA of a grid.
@@ -96,7 +98,7 @@ def _step(program: Program, index: int) -> Step:
         return _branch(program, index)
     if opcode in OPERATIONS:
         return _arithmetic(instruction, program)
-    for room in (memory_steps, warp_steps):
+    for room in (memory_steps, warp_steps, wgmma):
         if step := room.step(instruction, program):
             return step
     raise Unsupported(f"{opcode} {instruction.operands} at {instruction.place}")

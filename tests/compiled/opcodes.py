@@ -101,6 +101,7 @@ OPERATIONS: dict[str, Operation] = {
     **_same("neg.f32 neg.s32", 1, np.negative),
     **_same("min.s32", 2, np.minimum),
     **_same("max.s32", 2, np.maximum),
+    **_same("min.relu.s32", 2, lambda x, y: np.maximum(np.minimum(x, y), 0)),
     **_same("max.f32", 2, np.fmax),
     **_same("min.f32", 2, np.fmin),
     **_same("and.pred and.b16 and.b32 and.b64", 2, np.bitwise_and),

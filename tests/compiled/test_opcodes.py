@@ -109,6 +109,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "rem": lambda x, y: x - y * truncated(x, y),
     "div.full": quotient,
     "div.approx": quotient,
+    "min.relu": lambda x, y: max(min(x, y), 0),
     "neg": lambda x: -x,
     "and": lambda x, y: x & y,
     "or": lambda x, y: x | y,
