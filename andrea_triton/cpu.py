@@ -8,6 +8,7 @@ of a large lse, and so misses the accuracy rule on peaked rows. The backward her
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -47,7 +48,7 @@ def fused(problem: Problem, q: Tensor, k: Tensor) -> bool:
 
 def all_finite(t: Tensor) -> bool:
     """Whether no element is inf or NaN. A sum is read several times faster than elements are looked at, and seldom overflows."""
-    return bool(t.sum().isfinite()) or bool(t.isfinite().all())
+    return math.isfinite(t.sum().item()) or bool(t.isfinite().all())
 
 
 def mask_of(problem: Problem) -> tuple[Tensor | None, bool]:
@@ -182,5 +183,7 @@ def room_like(t: Tensor, features: int, packed: bool) -> Tensor:
 
 def laid_out(value: Tensor, t: Tensor, features: int, packed: bool) -> Tensor:
     """value in the memory order and dtype of t, a copy where it has another."""
-    room = room_like(t, features, packed)
-    return value if value.stride() == room.stride() and value.dtype == t.dtype else room.copy_(value)
+    _, swapped = output_shape(t, features, packed)
+    if value.dtype == t.dtype and (value.transpose(1, 2) if swapped else value).is_contiguous():
+        return value
+    return room_like(t, features, packed).copy_(value)

@@ -125,5 +125,5 @@ def _each_length(
         )  # fmt: skip
         outs.append(result[0])
         lses.append(result[1])
-    out, lse = torch.cat(outs), torch.cat(lses)
+    out, lse = (torch.cat(outs), torch.cat(lses)) if len(groups) > 1 else (outs[0], lses[0])
     return (out, lse) if return_lse else out

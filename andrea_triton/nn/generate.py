@@ -261,7 +261,7 @@ def _steps(model: Andrea, state: State, reader: Reader, sampling: Sampling, gene
     if not state.running:
         yield Step([None] * len(state.tokens), list(state.reasons))
     while state.running:
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.inference_mode():
             logits = reader.logits().cpu()
         yield state.take([sampling.choose(row, g) for row, g in zip(logits, generators, strict=True)])
 
