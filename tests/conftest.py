@@ -7,7 +7,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -67,9 +67,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     allocate = run.allocate
 
-    def poisoned(
-        shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        return poison(allocate(shape, dtype, device, strides))
+    def poisoned(*arguments: Any) -> torch.Tensor:
+        return poison(allocate(*arguments))
 
     monkeypatch.setattr(run, "allocate", poisoned)

@@ -80,7 +80,7 @@ def forward_and_backward(name: str, edge: Edge, dtype: torch.dtype) -> None:
     """Run a case between forbidden pages, and compare it with the reference, so that it is known to have run."""
     fence, inputs = Fenced(edge), make_inputs(CASES[name], dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("andrea_triton.launch.run.allocate", lambda shape, dtype, device: fence.empty(tuple(shape), dtype))
+        patch.setattr("andrea_triton.launch.run.allocate", lambda shape, dtype, device, *_: fence.empty(tuple(shape), dtype))
         got = run(fenced(inputs, fence), call)
     exact = run(cast(inputs, torch.float64), attend_reference)
     for found, wanted in zip(got, exact, strict=True):
@@ -95,7 +95,7 @@ def decoding(edge: Edge, dtype: torch.dtype) -> None:
     cache.append(k, k)
     cache._k, cache._v = fence.copy(cache.k), fence.copy(cache.v)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("andrea_triton.launch.run.allocate", lambda shape, dtype, device: fence.empty(tuple(shape), dtype))
+        patch.setattr("andrea_triton.launch.run.allocate", lambda shape, dtype, device, *_: fence.empty(tuple(shape), dtype))
         q = fence.copy(torch.randn(2, 4, 3, 24).to(dtype))
         got = decode_attention(q, cache, splits=2, backend="interpreter")
     wanted = decode_attention(q, cache, backend="reference")

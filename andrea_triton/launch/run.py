@@ -36,9 +36,13 @@ Plan = Callable[[Tensors, Wanted, Problem, str, str], list[Launch]]
 
 
 def allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, strides: tuple[int, ...] | None = None,
+    like: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The library's one allocator: uninitialised memory, without gaps whatever the strides."""
+    """The library's one allocator: uninitialised memory, without gaps whatever the strides. A tensor that has all of this already
+    halves the cost of saying it."""
+    if like is not None:
+        return torch.empty_like(like)
     if strides is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -47,6 +51,8 @@ def allocate(
 def allocate_like(t: Tensor, features: int, packed: bool) -> Tensor:
     """Room for (.., H, T, features) in the memory order of t: never a view, which autograd would not let anyone change in place.
     Packed tensors are zeroed: no kernel visits the rows after the last sequence."""
+    if features == t.shape[-1] and not packed and (t.is_contiguous() or t.transpose(1, 2).is_contiguous()):
+        return allocate(t.shape, t.dtype, t.device, None, t)
     shape, swapped = output_shape(t, features, packed)
     if not swapped:
         return allocate(shape, t.dtype, t.device).zero_() if packed else allocate(shape, t.dtype, t.device)
@@ -63,7 +69,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> 
     """
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     shape = (problem.HQ, problem.M) if problem.packed else (problem.B, problem.HQ, problem.M)
-    rows = [allocate(shape, accumulator(q.dtype), q.device) for _ in range(3)]
+    lse = allocate(shape, accumulator(q.dtype), q.device)
+    rows = [lse, *[allocate(shape, lse.dtype, lse.device, None, lse) for _ in range(2)]]
     if problem.packed:
         rows = [rows[0].fill_(float("-inf")), rows[1].zero_(), rows[2].zero_()]
     saved = Saved(allocate_like(q, problem.DV, problem.packed), *rows)
