@@ -43,3 +43,7 @@ class UnsupportedError(AndreaError, NotImplementedError):
 
 class CompileError(AndreaError, RuntimeError):
     """A kernel could not be compiled for a target."""
+
+
+class FitError(CompileError):
+    """A kernel was compiled, and takes more of a resource than the card has."""

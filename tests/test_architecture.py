@@ -81,6 +81,7 @@ MAY_IMPORT_LATER = {
     "backends": "launch",
     "functional": "launch",
     "launch.report": "tqdm",
+    "launch.tune": "tqdm",
     "nn": "matplotlib safetensors tokenizers",
     "train": "matplotlib tqdm",
     "check": "matplotlib",

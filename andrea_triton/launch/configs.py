@@ -68,12 +68,20 @@ HALF = {
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
 SMALLEST = Config(16, 16, 4, 1)
+Entry = tuple[str, str, int, int]  # kernel, target, head dim up to, bytes of an element
+# What tune.use has put in the place of the table: empty until somebody asks for it.
+TUNED: dict[Entry, Config] = {}
 DELTA = Config(64, 1)
 
 
 def family(target: str) -> str:
     """The table row of a target: an exact name, else its generation's older relative, else generic."""
     return FAMILIES.get(target, "generic")
+
+
+def bucket(D: int) -> int:
+    """The head dim of the table whose tiles a head dim takes."""
+    return next(d for d in (32, 64, 128, 256) if d >= D)
 
 
 def _interpreter(M: int, N: int) -> Config:
@@ -95,17 +103,17 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int) 
         M, N: query and key lengths; they choose among tiles but never compile a new kernel per length.
 
     Returns:
-        The table's entry and then ever smaller ones.
+        The table's entry, or what tune.use has put in its place, and then ever smaller ones.
     """
     if kernel in ("delta", "dsinks"):
         return (DELTA,)
-    kernel = SAME_TILES.get(kernel, kernel)
     if target == "interpreter":
         return (_interpreter(M, N),)
-    row = HALF[kernel, family(target)]
-    first = row[next(d for d in (32, 64, 128, 256) if d >= D)]
-    for _ in range((itemsize // 2).bit_length() - 1):
-        first = _smaller(first)
+    first = TUNED.get((kernel, target, bucket(D), itemsize))
+    if first is None:
+        first = HALF[SAME_TILES.get(kernel, kernel), family(target)][bucket(D)]
+        for _ in range((itemsize // 2).bit_length() - 1):
+            first = _smaller(first)
     result = [first]
     while result[-1] != SMALLEST:
         result.append(_smaller(result[-1]))

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from andrea_triton import target as targets
-from andrea_triton.errors import CompileError, DTypeError, ShapeError
+from andrea_triton.errors import CompileError, DTypeError, FitError, ShapeError
 from andrea_triton.kernels.views import PAD
 from andrea_triton.launch import run
 from andrea_triton.launch.cards import CARDS
@@ -67,7 +67,7 @@ def compiled_launches(
     softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None, sinks: Tensor | None = None,
     key_lengths: Tensor | None = None, score: Score | None = None, mask: Mask | Tensor | None = None, dropout_p: float = 0.0,
     seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, validate: bool = False,
-    descriptors: bool = True,
+    descriptors: bool = True, precision: str | None = None,
 ) -> list[CompiledLaunch]:  # fmt: skip
     """The launches that `attention(q, k, v, ...)` makes, and with dout those of its backward, compiled and not started.
 
@@ -80,6 +80,7 @@ def compiled_launches(
         dlse: gradient of lse (B, HQ, M), or None.
         descriptors: False compiles bare pointers where the call would take tensor descriptors, as it does for tensors that have
             none.
+        precision: how fp32 is multiplied, ieee or tf32; None asks torch's own setting, as a call does.
         causal, scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p, seed, precise,
             return_lse, validate: as in `attention`; lse is among the outputs in any case.
 
@@ -108,7 +109,7 @@ def compiled_launches(
         q, k, v, spec, bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, keep=keep, score=score, mask=user_mask,
         seed=seed, validate=validate,
     )  # fmt: skip
-    plan = planned(q, k, v, dout, dlse, problem, target)
+    plan = planned(q, k, v, dout, dlse, problem, target, precision or targets.float32_precision())
     if not descriptors:
         plan = [(replace(x, described=False, args=without_descriptors(x.args)), outputs) for x, outputs in plan]
     return [compile_launch(launch, problem, target, outputs) for launch, outputs in plan]
@@ -118,11 +119,11 @@ Planned = tuple[Launch, dict[str, Tensor]]
 
 
 def planned(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, problem: Problem, target: str
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, problem: Problem, target: str, precision: str
 ) -> list[Planned]:
     """The launches of a problem that start any program, and the tensors that each of them fills."""
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    precision, total = targets.float32_precision(), accumulator(q.dtype)
+    total = accumulator(q.dtype)
     shape = (problem.HQ, problem.M) if problem.packed else (problem.B, problem.HQ, problem.M)
     out = run.allocate_like(q, problem.DV, problem.packed)
     saved = Saved(out, *(run.allocate(shape, total, q.device) for _ in range(3)))
@@ -131,15 +132,16 @@ def planned(
         _check_like("dout", dout, out)
         if dlse is not None:
             _check_like("dlse", dlse, saved.lse)
-        plan += _planned_backward(q, k, v, unit_stride(dout), dlse, saved, problem, target)
+        plan += _planned_backward(q, k, v, unit_stride(dout), dlse, saved, problem, target, precision)
     elif dlse is not None:
         raise ShapeError("dlse came without dout; wanted both, or none for the forward alone; pass dout=torch.zeros(...) with it")
     return [(launch, outputs) for launch, outputs in plan if 0 not in launch.grid]
 
 
 def _planned_backward(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, target: str
-) -> list[Planned]:
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, target: str,
+    precision: str,
+) -> list[Planned]:  # fmt: skip
     total, bias, sinks = accumulator(q.dtype), problem.extras.bias, problem.extras.sinks
     grads = Grads(
         run.allocate_like(q, problem.D, problem.packed),
@@ -152,7 +154,7 @@ def _planned_backward(
     heads = problem.HQ if problem.packed else problem.B * problem.HQ
     rows: Any = [run.allocate((heads, row_blocks(problem) * PAD.value), total, q.device) for _ in range(3)]
     dlse = None if dlse is None else dlse.contiguous()
-    plan = backward_plan(q, k, v, dout, dlse, saved, rows, grads, problem, target, targets.float32_precision())
+    plan = backward_plan(q, k, v, dout, dlse, saved, rows, grads, problem, target, precision)
     fills = {"delta": (), "dkdv": ("dk", "dv")}
     return [(launch, {name: getattr(grads, name) for name in fills.get(launch.name, (launch.name,))}) for launch in plan]
 
@@ -175,7 +177,7 @@ def compile_launch(launch: Launch, problem: Problem, target: str, outputs: dict[
     """Compile a launch with the first of its tilings that fits the shared memory of the target.
 
     Raises:
-        CompileError: Triton cannot compile it, or none fits.
+        CompileError: Triton cannot compile it. FitError: none fits.
     """
     card = CARDS.get(target)
     for config in launch.configs:
@@ -186,7 +188,7 @@ def compile_launch(launch: Launch, problem: Problem, target: str, outputs: dict[
             return CompiledLaunch(
                 launch.name, kernel, chosen.grid, args, tile, config, outputs, _matmul_dims(launch.name, problem)
             )
-    raise CompileError(f"no tiling of {launch.name} fits {target} for head dims {problem.D}, {problem.DV}; use backend='torch'")
+    raise FitError(f"no tiling of {launch.name} fits {target} for head dims {problem.D}, {problem.DV}; use backend='torch'")
 
 
 def _matmul_dims(name: str, problem: Problem) -> tuple[int, ...]:
@@ -218,7 +220,7 @@ VARIANTS = {
     "sinks": Variant(sinks=True),
     "dropout": Variant(dropout_p=0.1),
 }
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32, "fp64": torch.float64}
 HEADS = 4
 
 
@@ -246,7 +248,7 @@ def count(target: str, D: int, dtype: str, variant: str, length: int) -> list[Co
     Args:
         target: a name in CARDS.
         D: head dim of q, k and v.
-        dtype: a name in DTYPES.
+        dtype: a name in DTYPES; fp32 is multiplied by IEEE's rules, tf32 is fp32 multiplied in TF32.
         variant: a name in VARIANTS.
         length: queries and keys.
 
@@ -262,14 +264,15 @@ def count(target: str, D: int, dtype: str, variant: str, length: int) -> list[Co
             q, k, v, q, target=target, causal=asked.causal, window=asked.window, softcap=asked.softcap,
             bias=run.allocate((HEADS, length, length), q.dtype, cpu) if asked.bias else None,
             alibi=per_head if asked.alibi else None, sinks=per_head if asked.sinks else None,
-            dropout_p=asked.dropout_p, seed=0,
+            dropout_p=asked.dropout_p, seed=0, precision="tf32" if dtype == "tf32" else "ieee",
         )  # fmt: skip
-        return [Count(target, D, dtype, variant, x.name, x.config, _machine_code(x, target)) for x in launches]
+        return [Count(target, D, dtype, variant, x.name, x.config, machine_code(x, target)) for x in launches]
     except CompileError as error:
         return [Count(target, D, dtype, variant, "-", error=str(error).splitlines()[0])]
 
 
-def _machine_code(launch: CompiledLaunch, target: str) -> MachineCode:
+def machine_code(launch: CompiledLaunch, target: str) -> MachineCode:
+    """What the machine code of a compiled launch asks of its card."""
     warps = launch.config.num_warps
     return read(launch.kernel, CARDS[target], num_warps=warps, tile=launch.tile, matmul_dims=launch.matmul_dims)
 

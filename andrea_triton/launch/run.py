@@ -181,6 +181,11 @@ def execute(plan: Plan, given: Tensors, made: Tensors, problem: Problem, backend
 _starts = Memory()
 
 
+def forget() -> None:
+    """Make the next call of every kind plan anew, as after a change of the tiles."""
+    _starts.clear()
+
+
 def _traits(given: Tensors, addresses: tuple[int, ...]) -> tuple[Any, ...]:
     """Everything a plan can depend on in the tensors of a call, their sizes apart."""
     aligned = reduce(operator.or_, addresses) % 16 == 0 or tuple([address % 16 == 0 for address in addresses])

@@ -12,7 +12,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import target as targets
-from andrea_triton.errors import CompileError
+from andrea_triton.errors import FitError
 from andrea_triton.launch import compile as compiler
 from andrea_triton.launch.descriptors import Box, box_of, with_boxes
 from andrea_triton.launch.plan import Launch, tiled
@@ -106,6 +106,6 @@ def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any]:
             found = f"{launch.name}: {launch.config} does not fit this card ({reason}); it runs with {config}, more slowly"
             warnings.warn(found, RuntimeWarning, stacklevel=2)
         return config, kernel
-    raise CompileError(
+    raise FitError(
         f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV} ({reason}); use backend='torch'"
     )

@@ -2,6 +2,7 @@
 arrives (stub_cuda.py). CPU tensors stand in for the device's; every call runs in one other process, which has that driver."""
 
 import contextlib
+import json
 import struct
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from andrea_triton import attention, target, testing, varlen_attention
 from andrea_triton.errors import CompileError
 from andrea_triton.launch import compile as compiler
-from andrea_triton.launch import plan, run
+from andrea_triton.launch import plan, report, run, tune
 from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.plan import Launch
-from andrea_triton.problem import Problem
+from andrea_triton.problem import Problem, make_problem
+from andrea_triton.spec import make_spec
 from tests.launch import stub_cuda
 from tests.launch.stub_cuda import LIMITS, STREAM, Start
 
@@ -110,7 +112,7 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
         yield
 
 
-def called(log: Path, case: testing.Case, dtype: torch.dtype, device: int, small: bool) -> Outcome:
+def called(log: Path, case: testing.Case, dtype: torch.dtype = FP16, device: int = 0, small: bool = True) -> Outcome:
     """Call the kernels, in the process that has the stub driver: forward and backward, or with table tiles only forward."""
     import triton
 
@@ -134,12 +136,39 @@ def called(log: Path, case: testing.Case, dtype: torch.dtype, device: int, small
     return Outcome(stub_cuda.starts(log), executed, len(compiled), warned)
 
 
-Call = Callable[..., Outcome]
+def called_with_table(log: Path, table: Path) -> Outcome:
+    """The same, before and after a table of tiles is taken: what the second call did."""
+    called(log, PLAIN, FP16, 0, False)
+    tune.use(table)
+    try:
+        return called(log, PLAIN, FP16, 0, False)
+    finally:
+        tune.use(None)
+
+
+def timed(log: Path, config: Config) -> tuple[tune.Trial, list[Start]]:
+    """A tiling as the search times it: one start instead of many."""
+    log.unlink(missing_ok=True)
+    q = torch.zeros(1, 2, 70, 32, dtype=FP16)
+    problem = make_problem(q, q, q, make_spec(causal=True))
+    launch = report.planned(q, q, q, None, None, problem, "sm_80", "ieee")[0][0]
+
+    def once(start: Callable[[], None], return_mode: str) -> float:
+        start()
+        return 0.5
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "do_bench", once)
+        trial = tune.timed(launch, replace(problem, device=torch.device("cuda", 0)), config)
+    return trial, stub_cuda.starts(log)
+
+
+Call = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """call(case, dtype, device, small) in one new process."""
+    """call(case, dtype, device, small), or another function by name, in one new process."""
     if stub_cuda.compiler() is None:
         pytest.skip("no C compiler with Python's headers, so Triton cannot build its launcher")
     folder = tmp_path_factory.mktemp("driver")
@@ -149,8 +178,8 @@ def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
             patch.setenv(name, value)
         process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), stub_cuda.pretend))
 
-        def call(case: testing.Case, dtype: torch.dtype = FP16, device: int = 0, small: bool = True) -> Outcome:
-            return process.submit(called, folder / "starts", case, dtype, device, small).result()
+        def call(case: Any, *more: Any, by: Callable[..., Any] = called, **keywords: Any) -> Any:
+            return process.submit(by, folder / "starts", case, *more, **keywords).result()
 
         yield call
 
@@ -222,6 +251,21 @@ def test_little_shared_memory_takes_a_smaller_tile_and_warns_once(call: Call) ->
     assert str(first) in warning and str(taken) in warning and f"limit: {LIMITS[2]}" in warning
     again = call(replace(PLAIN, M=200), device=2, small=False)
     assert (again.compiled, again.warned, again.starts[0].grid) == (0, [], (2, -(-200 // taken.BLOCK_M), 1))
+
+
+def test_a_table_of_tiles_is_taken_by_the_next_call(call: Call, tmp_path: Path) -> None:
+    entry = {"kernel": "forward", "target": "sm_80", "D": PLAIN.D, "bytes": 2, "tile": [16, 32, 2, 1]}
+    table = tmp_path / "tiles.json"
+    table.write_text(json.dumps({"format": 1, "entries": [entry]}))
+    outcome = call(table, by=called_with_table)
+    (start,) = outcome.starts
+    assert start.grid == (2, -(-PLAIN.M // 16), 1) and start.block[0] == 64 and arrived(outcome) == outcome.wanted
+
+
+def test_the_search_times_the_tiling_that_it_names(call: Call) -> None:
+    trial, (start,) = call(Config(16, 32, 2, 1), by=timed)
+    assert trial == tune.Trial(Config(16, 32, 2, 1), 500.0)
+    assert start.name == "forward" and start.grid == (2, 5, 1) and start.block[0] == 64
 
 
 def test_a_card_too_small_for_every_tile_is_an_error(call: Call) -> None:

@@ -104,7 +104,7 @@ def planned(**extras: Any) -> list[str]:
     """Names of the launches of a call with more than q, k and v, which are not compiled."""
     q, k, v, dout, *_ = INPUTS
     problem = make_problem(q, k, v, make_spec(causal=True), **extras)
-    return [launch.name for launch, _ in report.planned(q, k, v, dout, None, problem, "sm_80")]
+    return [launch.name for launch, _ in report.planned(q, k, v, dout, None, problem, "sm_80", "ieee")]
 
 
 def test_gradients_of_bias_and_sinks_are_made_where_they_are_wanted() -> None:
@@ -117,9 +117,15 @@ def test_gradients_of_bias_and_sinks_are_made_where_they_are_wanted() -> None:
 def test_a_broadcast_bias_gets_a_gradient_of_its_own_shape() -> None:
     q, k, v, dout, *_ = INPUTS
     problem = make_problem(q, k, v, make_spec(), bias=torch.zeros(4, 1, 70, requires_grad=True))
-    *_, (launch, outputs) = report.planned(q, k, v, dout, None, problem, "sm_80")
+    *_, (launch, outputs) = report.planned(q, k, v, dout, None, problem, "sm_80", "ieee")
     assert launch.name == "dbias"
     assert outputs["dbias"].shape == (1, 4, 1, 70)
+
+
+def test_fp32_is_multiplied_as_asked() -> None:
+    q = torch.zeros(1, 1, 64, 32)
+    texts = [compiled_launches(q, q, q, precision=way)[0].kernel.asm["ptx"] for way in ("ieee", "tf32")]
+    assert ["tf32" in text for text in texts] == [False, True]
 
 
 def test_the_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +143,7 @@ def test_what_starts_no_program_is_left_out() -> None:
     empty, k, dout = INPUTS.q[:, :, :0], INPUTS.k, INPUTS.dout[:, :, :0]
     assert compiled_launches(empty, k, k) == []
     problem = make_problem(empty, k, k, make_spec())
-    assert [launch.name for launch, _ in report.planned(empty, k, k, dout, None, problem, "sm_80")] == ["dkdv"]
+    assert [launch.name for launch, _ in report.planned(empty, k, k, dout, None, problem, "sm_80", "ieee")] == ["dkdv"]
 
 
 WRONG: list[tuple[dict[str, Any], type[AndreaError], str]] = [
@@ -161,7 +167,7 @@ def forward_with(configs: tuple[Config, ...], limit: int, monkeypatch: pytest.Mo
     card = dataclasses.replace(CARDS["sm_80"], shared_per_cta=limit)
     monkeypatch.setattr(report, "CARDS", {"sm_80": card})
     problem = make_problem(INPUTS.q, INPUTS.k, INPUTS.v, make_spec(causal=True))
-    ((launch, outputs),) = report.planned(INPUTS.q, INPUTS.k, INPUTS.v, None, None, problem, "sm_80")
+    ((launch, outputs),) = report.planned(INPUTS.q, INPUTS.k, INPUTS.v, None, None, problem, "sm_80", "ieee")
     return report.compile_launch(dataclasses.replace(launch, configs=configs), problem, "sm_80", outputs)
 
 
@@ -228,7 +234,7 @@ def test_json_has_null_where_there_is_no_number() -> None:
 def test_every_variant_is_a_call(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(report, "compile_launch", lambda launch, *_: seen.append(launch.name))
-    monkeypatch.setattr(report, "_machine_code", lambda launch, target: None)
+    monkeypatch.setattr(report, "machine_code", lambda launch, target: None)
     with pytest.raises(AttributeError):
         report.count("sm_80", 64, "bf16", variant, 128)
     assert seen == NAMES
