@@ -151,11 +151,10 @@ def step_speed(setting: Setting) -> str:
     def keep(record: Record) -> None:
         append(file, json.loads(record.to_json()))
 
-    for turn, job in enumerate(speed_jobs(setting)):
+    for job in speed_jobs(setting):
         runner = Runner(job, where, QuietBar(), keep=keep, deadline=setting.deadline("speed"))
         runner.check()
-        if turn == 0:
-            runner.rate()
+        runner.rate()
         runner.measure()
         records += runner.records
     for D in dict.fromkeys(r.case.head_dim for r in records):

@@ -64,6 +64,7 @@ def run(
         runner.check()
         runner.rate()
         runner.measure()
+        runner.rate()
         runner.name("done")
     print("\n" + "\n".join(summary(runner.records)))
     if earlier is not None:

@@ -125,7 +125,8 @@ class Runner:
             self.bar.update(weight_of(case))
 
     def rate(self) -> None:
-        """The machine's matrix products per second, in each dtype that is timed."""
+        """The machine's matrix products per second, in each dtype that is timed. Taken before and after the times, lest a busy
+        moment pass for the machine's best."""
         for case in {case.dtype: case for case in self.job.cases}.values():
             self.name(f"rate of matrix products, {case.dtype}")
             self.add(Record("rate", case, "matmul", "matrix product", "forward", tuple(matmul_samples(case))))

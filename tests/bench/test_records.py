@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.cases import Case
-from bench.records import Record, environment, growth, machine_title, read, series, timed_providers, write
+from bench.records import Record, environment, growth, machine_title, matmul_rate, read, series, timed_providers, write
 
 
 def timed(length: int, *samples: float, provider: str = "naive") -> Record:
@@ -61,3 +61,10 @@ def test_a_series_rises_with_length() -> None:
     records = [timed(512, 2.0), timed(128, 1.0), timed(256, 9.0, provider="other")]
     assert list(series(records, "time", "naive", "both")) == [128, 512]
     assert timed_providers(records) == {"naive": "naive", "other": "other"}
+
+
+def test_the_roofline_is_the_best_rate_of_a_dtype() -> None:
+    case = Case(length=16)
+    rates = [Record("rate", case, "matmul", "matrix product", "forward", samples) for samples in ((1.0, 3.0), (2.0,))]
+    assert matmul_rate(rates, case.dtype) == 3.0
+    assert matmul_rate(rates, "float64") is None
