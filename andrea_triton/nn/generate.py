@@ -55,6 +55,10 @@ class Sampling:
 
     Raises:
         ShapeError: a value is out of range.
+
+    Example:
+        >>> Sampling(temperature=0.5, top_k=2).probabilities(torch.tensor([1.0, 2.0, 3.0])).tolist()[0]
+        0.0
     """
 
     temperature: float = 1.0

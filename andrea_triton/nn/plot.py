@@ -46,6 +46,12 @@ def attention_map(
 
     Source:
         arXiv 1706.03762, equation 1; arXiv 1902.10186 (attention is not explanation).
+
+    Example:
+        >>> from andrea_triton.nn import Andrea, AndreaConfig
+        >>> model = Andrea(AndreaConfig(vocab_size=256, d_model=32, n_head=4, n_layer=2, context=16))
+        >>> attention_map(model, "to be or not", layer=0, head=1).axes[0].get_title(loc="left")
+        'layer 0, head 1'
     """
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     tokens = tokenizer.encode(text)
