@@ -11,25 +11,30 @@ from tests.compiled import values
 from tests.compiled.values import Array
 
 LANES = 32
+SIZES = {"f16": 2, "bf16": 2, "tf32": 4}
+"""Types of matrices, and the bytes of a number."""
 
 
-def widened(numbers: Array, kind: str) -> Array:
-    """fp32 of 16-bit numbers of the type f16 or bf16."""
-    return numbers.view(np.float16).astype(np.float32) if kind == "f16" else values.from_bf16(numbers)
+def widened(raw: Array, kind: str) -> Array:
+    """fp32 of registers, or of memory, that hold numbers of a type side by side. Of an fp32 number taken as tf32 the tensor core
+    reads 19 bits."""
+    if kind == "tf32":
+        return (raw.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    return raw.view(np.float16).astype(np.float32) if kind == "f16" else values.from_bf16(raw.view(np.uint16))
 
 
 def left_tile(registers: Sequence[Array], kind: str) -> Array:
-    """A [ctas, warps, 16, 16] in fp32, of four 32-bit registers [ctas, threads] of two 16-bit numbers each."""
+    """A [ctas, warps, 16, 16] in fp32, of four 32-bit registers [ctas, threads]; [ctas, warps, 16, 8] of 32-bit numbers."""
     ctas, threads = registers[0].shape
-    halves = np.stack(registers).view(np.uint16).reshape(2, 2, ctas, threads // LANES, 8, 4, 2)
-    return widened(halves.transpose(2, 3, 1, 4, 0, 5, 6).reshape(ctas, -1, 16, 16), kind)
+    numbers = widened(np.stack(registers), kind).reshape(2, 2, ctas, threads // LANES, 8, 4, -1)
+    return numbers.transpose(2, 3, 1, 4, 0, 5, 6).reshape(ctas, threads // LANES, 16, -1)
 
 
 def right_tile(registers: Sequence[Array], kind: str) -> Array:
-    """B [ctas, warps, 16, 8] in fp32, of two registers."""
+    """B [ctas, warps, 16, 8] in fp32, of two registers; [ctas, warps, 8, 8] of 32-bit numbers."""
     ctas, threads = registers[0].shape
-    halves = np.stack(registers).view(np.uint16).reshape(2, ctas, threads // LANES, 8, 4, 2)
-    return widened(halves.transpose(1, 2, 0, 4, 5, 3).reshape(ctas, -1, 16, 8), kind)
+    numbers = widened(np.stack(registers), kind).reshape(2, ctas, threads // LANES, 8, 4, -1)
+    return numbers.transpose(1, 2, 0, 4, 5, 3).reshape(ctas, threads // LANES, -1, 8)
 
 
 def spread(tile: Array) -> Array:

@@ -65,7 +65,7 @@ class SharedMemory:
         self.done = max(self.done, self.group - 1 - most)
 
     def lend(self, cta: Array, address: Array) -> Array:
-        """[runs, 8] 16-bit numbers at byte addresses [runs] of CTAs [runs], to a product of the group that is open."""
+        """The bytes [runs, 16] at byte addresses [runs] of CTAs [runs], to a product of the group that is open."""
         self._check(address, RUN)
         at = (cta * self.data.shape[1] + address) // RUN
         flying, written, unfenced, lent = (
@@ -80,7 +80,7 @@ class SharedMemory:
         if unfenced[at].any():
             raise Race("a product reads what no fence.proxy.async has made visible to it")
         lent[at] = self.group
-        return self.data.reshape(-1, RUN)[at].view(np.uint16)
+        return self.data.reshape(-1, RUN)[at]
 
     def load(self, cta: Array, warp: Array, address: Array, width: int, count: int) -> Array:
         """[lanes, count] unsigned numbers of `width` bytes at byte addresses [lanes] of CTAs [lanes], read by warps [lanes]."""

@@ -18,16 +18,16 @@ from tests.compiled.state import State, Step, full
 from tests.compiled.values import Array
 
 U4, F4 = np.dtype("u4"), np.dtype("f4")
-_PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32")
-_ROWS = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([24])(\.trans)?\.shared\.b16")
+_PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k(16|8)\.row\.col\.f32\.(f16|bf16|tf32)\.\2\.f32")
+_ROWS = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
 
 
 def step(instruction: Instruction, program: Program) -> Step | None:
     """What an instruction of this kind does, None for one of another kind."""
     if instruction.guard:
         return None
-    if match := _PRODUCT.fullmatch(instruction.opcode):
-        return _product(instruction, match[1], program)
+    if (match := _PRODUCT.fullmatch(instruction.opcode)) and int(match[1]) * fragments.SIZES[match[2]] == 32:
+        return _product(instruction, match[2], program)
     if match := _ROWS.fullmatch(instruction.opcode):
         return _matrix_rows(instruction, int(match[1]), match[2] is not None, program)
     if instruction.opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32") and instruction.operands[3:] == ("31", "-1"):

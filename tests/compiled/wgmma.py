@@ -22,10 +22,10 @@ from tests.compiled.warp_steps import gather, registers
 
 U4, U8, F4, BOOL = np.dtype("u4"), np.dtype("u8"), np.dtype("f4"), np.dtype(bool)
 GROUP = 128  # threads of a warpgroup
-ROWS, DEPTH = 64, 16  # rows of A and of the result; columns of A and rows of B
-RUN = 8  # numbers that lie side by side whatever the layout: 16 bytes
+ROWS = 64  # of A and of the result
+DEPTH = 32  # bytes of a row of A, or of a column of B, that one product takes
 SWIZZLED = {1: 128, 2: 64, 3: 32}  # bytes of a row of each swizzle mode
-PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2")
+PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16|8)\.f32\.(f16|bf16|tf32)\.\3")
 FENCE, COMMIT, WAIT = (f"wgmma.{name}.sync.aligned" for name in ("fence", "commit_group", "wait_group"))
 Tile = Callable[[State], Array]
 """state -> matrices in fp32 [ctas, warpgroups, rows, columns]."""
@@ -36,8 +36,8 @@ def step(instruction: Instruction, program: Program) -> Step | None:
     opcode = instruction.opcode
     if instruction.guard or program.threads % GROUP:
         return None
-    if match := PRODUCT.fullmatch(opcode):
-        return _product(instruction, int(match[1]), match[2], program)
+    if (match := PRODUCT.fullmatch(opcode)) and int(match[2]) * fragments.SIZES[match[3]] == DEPTH:
+        return _product(instruction, int(match[1]), match[3], program)
     if opcode == "fence.proxy.async.shared":
         return lambda state: state.shared.fence_proxies()
     if opcode == FENCE:
@@ -51,12 +51,12 @@ def step(instruction: Instruction, program: Program) -> Step | None:
 
 
 def places(descriptors: Array, rows: int, turned: bool) -> Array:
-    """Byte addresses of a matrix of `rows` x 16 numbers in shared memory, by runs of eight numbers.
+    """Byte addresses of a matrix of `rows` x 32 bytes in shared memory, by runs of 16 bytes.
 
     Args:
         descriptors: [..] uint64 of one swizzle mode.
         rows: of the matrix: M of A, N of B.
-        turned: numbers of a column, not of a row, lie side by side.
+        turned: numbers of a column, not of a row, lie side by side; they are 16 bits wide.
 
     Returns:
         [.., rows, 2] of the halves of each row; turned [.., rows / 8, 16] of the parts of each column.
@@ -72,7 +72,7 @@ def places(descriptors: Array, rows: int, turned: bool) -> Array:
     fields = (descriptors >> np.uint64(at) & np.uint64(0x3FFF) for at in (0, 16, 32))
     start, leading, stride = ((field.astype(np.int64) << 4)[..., None, None] for field in fields)
     if turned:
-        row, column = np.arange(0, rows, RUN)[:, None], np.arange(DEPTH)
+        row, column = np.arange(0, rows, 8)[:, None], np.arange(16)
         across = width // 2
         offset = row % across * 2 + row // across * leading + column % 8 * width + column // 8 * stride
     else:
@@ -87,10 +87,12 @@ def _product(instruction: Instruction, columns: int, kind: str, program: Program
     d, a, b, given, *flags = instruction.operands
     in_registers = isinstance(a, tuple)
     names = registers(d)
-    if len(names) != columns // 2 or flags[:2] != ["1", "1"] or len(flags) != (3 if in_registers else 4):
+    turnable = [] if kind == "tf32" else [b] if in_registers else [a, b]
+    if len(names) != columns // 2 or flags[:2] != ["1", "1"] or len(flags) != 2 + len(turnable):
         raise Unsupported(f"{instruction.opcode} {instruction.operands} at {instruction.place}")
-    left = _held(a, kind, program) if in_registers else _stored(a, ROWS, flags[2] == "1", kind, program)
-    right = _stored(b, columns, flags[-1] == "1", kind, program)
+    turned = [flag == "1" for flag in flags[2:]] or [False]
+    left = _held(a, kind, program) if in_registers else _stored(a, ROWS, turned[0], kind, program)
+    right = _stored(b, columns, turned[-1], kind, program)
     added, scale = [reader(name, F4, program) for name in names], reader(given, BOOL, program)
     writes = [writer(name, F4, program, "") for name in names]
 
@@ -112,7 +114,7 @@ def _held(operand: Operand, kind: str, program: Program) -> Tile:
 
     def tile(state: State) -> Array:
         parts = fragments.left_tile(gather(state, sources), kind)
-        return parts.reshape(len(parts), -1, ROWS, DEPTH)
+        return parts.reshape(len(parts), -1, ROWS, parts.shape[-1])
 
     return tile
 
@@ -125,9 +127,10 @@ def _stored(operand: Operand, rows: int, turned: bool, kind: str, program: Progr
         address = places(_of_groups(read, state), rows, turned)
         ctas = len(address)
         owner = np.broadcast_to(np.arange(ctas)[:, None, None, None], address.shape)
-        numbers = state.shared.lend(owner.reshape(-1), address.reshape(-1)).reshape(*address.shape, RUN)
-        matrix = numbers.swapaxes(-1, -2) if turned else numbers
-        return fragments.widened(np.ascontiguousarray(matrix), kind).reshape(ctas, -1, rows, DEPTH)
+        numbers = fragments.widened(state.shared.lend(owner.reshape(-1), address.reshape(-1)), kind)
+        matrix = numbers.reshape(*address.shape, -1)
+        groups = address.shape[1]
+        return (matrix.swapaxes(-1, -2) if turned else matrix).reshape(ctas, groups, rows, -1)
 
     return tile
 
