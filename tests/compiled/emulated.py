@@ -29,6 +29,8 @@ from tests.compiled.global_memory import GlobalMemory
 from tests.compiled.machine import Machine
 from tests.compiled.parse import parse
 
+Begun = Callable[[Launch, tuple[torch.Tensor, ...]], None]
+"""Told of a launch that is about to run, and of the tensors that its plan writes."""
 Rewrite = Callable[[str, str], str]
 """(kernel's name, its PTX) -> the PTX to run instead."""
 Tiles = dict[str, Config]
@@ -67,13 +69,18 @@ def start(launch: Launch, target: str, rewrite: Rewrite | None = None) -> None:
 
 
 @contextmanager
-def emulated(target: str = "sm_80", tiles: Tiles | None = None, rewrite: Rewrite | None = None) -> Iterator[list[str]]:
+def emulated(
+    target: str = "sm_80", tiles: Tiles | None = None, rewrite: Rewrite | None = None, begun: Begun | None = None,
+    precision: str = "ieee",
+) -> Iterator[list[str]]:  # fmt: skip
     """Within it backend="interpreter" means compiled kernels in the emulator.
 
     Args:
         target: sm_80, or sm_90; tiles come by pointers there too, not by descriptors, for bulk copies are not emulated.
         tiles: tilings to use instead of the library's.
         rewrite: changes the PTX that is run.
+        begun: called before each launch.
+        precision: how fp32 is multiplied: ieee or tf32.
 
     Yields:
         Names of the kernels that were run.
@@ -83,12 +90,16 @@ def emulated(target: str = "sm_80", tiles: Tiles | None = None, rewrite: Rewrite
     def execute(
         plan: run.Plan, given: run.Tensors, made: run.Tensors, problem: Problem, backend: str, wanted: run.Wanted = ()
     ) -> None:
-        for launch in plan((*given, *made), wanted, problem, target, "ieee"):
+        written = tuple(x for x in made if x is not None)
+        for launch in plan((*given, *made), wanted, problem, target, precision):
             if 0 not in launch.grid:
                 config = (tiles or {}).get(launch.name)
                 launch = replace(launch, described=False, args=without_descriptors(launch.args))
+                launch = launch if config is None else tiled(launch, problem, config)
                 names.append(launch.name)
-                start(launch if config is None else tiled(launch, problem, config), target, rewrite)
+                if begun is not None:
+                    begun(launch, written)
+                start(launch, target, rewrite)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "execute", execute)

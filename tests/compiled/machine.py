@@ -69,10 +69,9 @@ class Machine:
         sizes = self.program.parameters.items()
         parameters = {name: Number(x).to_bytes(size) for (name, size), x in zip(sizes, padded, strict=True)}
         with np.errstate(all="ignore"):
-            for y in range(grid[1]):
-                for x in range(0, grid[0], BATCH):
-                    ctas = np.array([(i, y) for i in range(x, min(x + BATCH, grid[0]))])
-                    self._run(State.start(self.program, ctas, grid, parameters, memory, self.shared_bytes, self.cell))
+            every = np.array([(x, y) for y in range(grid[1]) for x in range(grid[0])])
+            for ctas in np.array_split(every, -(-len(every) // BATCH)):
+                self._run(State.start(self.program, ctas, grid, parameters, memory, self.shared_bytes, self.cell))
 
     def _run(self, first: State) -> None:
         waiting = [first]

@@ -1,19 +1,17 @@
 """The library's kernels, compiled for sm_80 and run by the emulator, are as accurate as the rule asks, and do
 nothing wrong in memory, or the emulator would have raised."""
 
-from typing import Any
-
 import pytest
 import torch
 
 import andrea_triton
-from andrea_triton import PagedKVCache
 from andrea_triton.launch.configs import Config
 from andrea_triton.problem import make_problem
 from andrea_triton.reference import dropout_mask, statistics
 from andrea_triton.spec import make_spec
-from andrea_triton.testing import Case, Inputs, assert_accurate, attend_reference, cast, check, make_inputs
-from tests.compiled.emulated import Rewrite, Tiles, emulated
+from andrea_triton.testing import Case, Inputs, assert_accurate, cast, check, make_inputs
+from tests.compiled import calls
+from tests.compiled.emulated import Tiles, emulated
 
 HALVES, SINGLES = (torch.float16, torch.bfloat16), (torch.float16,)
 SMALL = dict.fromkeys(("forward", "dkdv", "dq", "dbias", "statistics"), Config(32, 32, 4, 2))
@@ -45,23 +43,13 @@ RUNS: tuple[tuple[Case, tuple[torch.dtype, ...], Tiles | None], ...] = (
 )  # fmt: skip
 
 
-def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by the kernels."""
-    extras = dict(inputs.extras)
-    packed = [extras.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")]
-    common = {**inputs.settings, **extras, "return_lse": True, "backend": "interpreter"}
-    if packed[0] is not None:
-        return andrea_triton.varlen_attention(inputs.q, inputs.k, inputs.v, *packed, **common)
-    return andrea_triton.attention(inputs.q, inputs.k, inputs.v, **common)
-
-
 @pytest.mark.parametrize(
     ("case", "dtype", "tiles"),
     [pytest.param(c, d, t, id=f"{c.name}, {str(d)[6:]}") for c, dtypes, t in RUNS for d in dtypes],
 )
 def test_forward_and_backward(case: Case, dtype: torch.dtype, tiles: Tiles | None) -> None:
     with emulated(tiles=tiles) as names:
-        check(make_inputs(case, dtype), attend, case.name)
+        check(make_inputs(case, dtype), calls.attend, case.name)
     expected = [*EVERY, *["dbias"] * (case.bias is not None), *["dsinks"] * case.sinks]
     assert sorted(names) == sorted(expected)
 
@@ -71,7 +59,7 @@ def test_the_dropout_mask_is_the_references() -> None:
     case = Case("mask", HQ=2, M=64, D=32, causal=True, dropout_p=0.4)
     inputs = make_inputs(case, torch.float16, seed=-5)
     with emulated(tiles=SMALL):
-        out, _ = attend(inputs._replace(v=torch.eye(64, dtype=torch.float16).expand(1, 2, 64, 64)))
+        out, _ = calls.attend(inputs._replace(v=torch.eye(64, dtype=torch.float16).expand(1, 2, 64, 64)))
     positions = torch.arange(64)
     kept = dropout_mask(inputs.extras["seed"], 0.4, 1, 2, positions, positions, torch.device("cpu"))
     assert torch.equal(out != 0, kept & (positions[:, None] >= positions))
@@ -95,29 +83,10 @@ def _statistics(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return statistics(problem, inputs.q, inputs.k)
 
 
-def check_decode(dtype: torch.dtype, paged: bool, rewrite: Rewrite | None = None) -> None:
-    """Two sequences of different length, four query heads on two, three parts of the keys, sinks and a window."""
-    lengths, settings = (63, 128), {"window": 100}
-    inputs = make_inputs(Case("decode", B=2, HQ=4, HKV=2, M=2, N=128, D=40, sinks=True), dtype)
-    make: dict[str, Any] = {"page_size": 48} if paged else {}
-    cache = (PagedKVCache if paged else andrea_triton.KVCache)(2, 2, 144, 40, dtype=dtype, **make)
-    cache.append(inputs.k, inputs.v, rows=lengths)
-    sinks = inputs.extras["sinks"]
-    sinks[0] = 100.0  # exp(100) is no number of fp32
-    with emulated(rewrite=rewrite) as names:
-        out, lse = andrea_triton.decode_attention(
-            inputs.q, cache, sinks=sinks, splits=3, return_lse=True, backend="interpreter", **settings
-        )
-    assert names == ["decode", "combine"]
-    for b, length in enumerate(lengths):
-        one = inputs._replace(q=inputs.q[b : b + 1], k=inputs.k[b : b + 1, :, -length:], v=inputs.v[b : b + 1, :, -length:])
-        one = one._replace(settings={**one.settings, "causal": True, **settings})
-        eager, exact = attend_reference(one), attend_reference(cast(one, torch.float64))
-        assert_accurate(out[b : b + 1], eager[0], exact[0], dtype, f"out of sequence {b}")
-        assert_accurate(lse[b : b + 1], eager[1], exact[1], torch.float32, f"lse of sequence {b}")
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("paged", [False, True], ids=["one block", "pages"])
 def test_decode(dtype: torch.dtype, paged: bool) -> None:
-    check_decode(dtype, paged)
+    with emulated() as names:
+        correct = calls.decode(dtype, paged)
+    assert names == ["decode", "combine"]
+    correct()
