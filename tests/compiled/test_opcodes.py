@@ -267,6 +267,36 @@ def test_matrix_product(kind: str) -> None:
     np.testing.assert_allclose(tile, 1 + a.double().numpy() @ b.double().numpy().T, rtol=1e-5, atol=1e-5)
 
 
+def test_matrix_product_of_tf32() -> None:
+    """mma m16n8k8: of each number the last 13 bits are not read. Lane 4 g + t holds A[g, t], A[g + 8, t], A[g, t + 4],
+    A[g + 8, t + 4]; B[t, g], B[t + 4, g]."""
+    generator = torch.Generator().manual_seed(4)
+    a, b = (torch.randn(rows, 8, generator=generator).numpy() for rows in (16, 8))
+    held = np.zeros((32, 8), F32)
+    for lane, i in itertools.product(range(32), range(6)):
+        g, t = lane // 4, lane % 4
+        held[lane, i] = a[g + i % 2 * 8, t + i // 2 * 4] if i < 4 else b[g, t + i % 2 * 4]
+    body = snippets.own(20, 0, 32) + "ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd20];\nmov.b32 %r8, 0f40000000;\n"
+    body += "ld.global.v2.b32 {%r6, %r7}, [%rd20+16];\nmma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+    body += "{%r2, %r3, %r4, %r5}, {%r2, %r3, %r4, %r5}, {%r6, %r7}, {%r8, %r8, %r8, %r8};\n" + snippets.own(21, 1, 16)
+    _, got = snippets.run(body + "st.global.v4.b32 [%rd21], {%r2, %r3, %r4, %r5};\n", [held, np.zeros((32, 4), F32)])
+    tile = np.zeros((16, 8), F32)
+    for lane, i in itertools.product(range(32), range(4)):
+        tile[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2] = got[lane, i]
+    cut = [np.trunc(np.ldexp(x, 10 - np.frexp(x)[1] + 1)) * np.ldexp(1.0, np.frexp(x)[1] - 11) for x in (a, b)]
+    np.testing.assert_allclose(tile, 2 + cut[0] @ cut[1].T, rtol=1e-6, atol=1e-6)
+
+
+def test_matrix_load_of_one() -> None:
+    """Lanes 0 to 7 give the rows; lane l gets numbers 2 (l mod 4) and the next of row l / 4."""
+    numbers = np.arange(64, dtype=np.uint16)
+    body = snippets.own(20, 0, 4) + "ld.global.b32 %r2, [%rd20];\nshl.b32 %r3, %r0, 2;\nst.shared.b32 [%r3], %r2;\n"
+    body += "and.b32 %r4, %r0, 7;\nshl.b32 %r4, %r4, 4;\nxor.b32 %r4, %r4, 16;\nbar.sync 0;\n"
+    body += "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%r4];\nst.global.b32 [%rd20], %r5;\n"
+    (got,) = snippets.run(body, [numbers], shared=128)
+    np.testing.assert_array_equal(got.reshape(8, 8), numbers.reshape(8, 8)[np.arange(8) ^ 1])
+
+
 def test_matrix_load_transposed() -> None:
     """Register i of lane l holds rows 2 (l mod 4) and the next of column l / 4 of matrix i."""
     numbers = np.arange(256, dtype=np.uint16)

@@ -73,13 +73,15 @@ def gathered(registers: Array, columns: int) -> Array:
 @pytest.mark.parametrize(
     ("kind", "columns", "width", "turned_a", "turned_b"),
     [("f16", 32, 128, 0, 0), ("bf16", 128, 128, 0, 1), ("f16", 64, 64, 0, 1), ("bf16", 64, 64, 1, 0), ("f16", 64, 32, 1, 0),
-     ("bf16", 32, 32, 0, 1), ("f16", 128, 128, 1, 1)],
+     ("bf16", 32, 32, 0, 1), ("f16", 128, 128, 1, 1), ("tf32", 32, 128, 0, 0), ("tf32", 64, 64, 0, 0)],
 )  # fmt: skip
 def test_product_of_shared_matrices(kind: str, columns: int, width: int, turned_a: int, turned_b: int) -> None:
     """D starts as NaN, which the first product does not read, and is added to by the next three."""
     generator = torch.Generator().manual_seed(5)
-    a, b = (torch.randn(rows, DEPTH, generator=generator).to(DTYPES[kind]) for rows in (64, columns))
-    raw = [x.view(torch.int16).numpy() for x in (a, b)]
+    size = 4 if kind == "tf32" else 2
+    dtype = torch.float32 if kind == "tf32" else DTYPES[kind]
+    a, b = (torch.randn(rows, 2 * DEPTH // size, generator=generator).to(dtype) for rows in (64, columns))
+    raw = [x.view(torch.int16 if size == 2 else torch.int32).numpy() for x in (a, b)]
     width_b = min(width, 2 * columns) if turned_b else width
     memory = np.concatenate([image(raw[0], width, bool(turned_a)), image(raw[1], width_b, bool(turned_b))])
     names = accumulators(columns)
@@ -87,12 +89,14 @@ def test_product_of_shared_matrices(kind: str, columns: int, width: int, turned_
     pairs = zip(steps(0, 64, width, bool(turned_a)), steps(64 * DEPTH * 2, columns, width_b, bool(turned_b)), strict=True)
     for i, (left, right) in enumerate(pairs):
         body += f"mov.b64 %rd10, {left};\nmov.b64 %rd11, {right};\nsetp.ne.b32 %p1, {i}, 0;\n"
-        body += f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{','.join(names)}}}, %rd10, %rd11, "
-        body += f"{'%p1' if i % 2 else min(i, 1)}, 1, 1, {turned_a}, {turned_b};\n"
+        body += f"wgmma.mma_async.sync.aligned.m64n{columns}k{32 // size}.f32.{kind}.{kind} {{{','.join(names)}}}, %rd10, %rd11, "
+        body += f"{'%p1' if i % 2 else min(i, 1)}, 1, 1{f', {turned_a}, {turned_b}' if size == 2 else ''};\n"
     _, got = snippets.run(
         f".reg .b32 %f<{len(names)}>;\n{body}{END}{store(columns, 1)}",
         [memory, np.zeros((THREADS, columns // 2), np.float32)], threads=THREADS, shared=memory.size,
     )  # fmt: skip
+    if kind == "tf32":  # the last 13 bits of a number are not read
+        a, b = (torch.from_numpy(x // 2**13 * 2**13).view(torch.float32) for x in raw)
     np.testing.assert_allclose(gathered(got, columns), a.double().numpy() @ b.double().numpy().T, rtol=1e-4, atol=1e-4)
 
 
