@@ -1,5 +1,5 @@
-"""The library's kernels, compiled for sm_80 and run by the emulator, are as accurate as the rule asks, and do
-nothing wrong in memory, or the emulator would have raised."""
+"""The library's kernels, compiled for sm_80 and sm_90 (there on pointers, without tensor descriptors) and run by the emulator,
+are as accurate as the rule asks, and do nothing wrong in memory, or the emulator would have raised."""
 
 import pytest
 import torch
@@ -9,14 +9,15 @@ from andrea_triton.launch.configs import Config
 from andrea_triton.problem import make_problem
 from andrea_triton.reference import dropout_mask, statistics
 from andrea_triton.spec import make_spec
-from andrea_triton.testing import Case, Inputs, assert_accurate, cast, check, make_inputs
+from andrea_triton.testing import Case, Inputs, assert_accurate, attend_reference, cast, check, make_inputs, run
 from tests.compiled import calls
 from tests.compiled.emulated import Tiles, emulated
 
-HALVES, SINGLES = (torch.float16, torch.bfloat16), (torch.float16,)
+HALVES, SINGLES, BRAINS, FULLS = (torch.float16, torch.bfloat16), (torch.float16,), (torch.bfloat16,), (torch.float32,)
 SMALL = dict.fromkeys(("forward", "dkdv", "dq", "dbias", "statistics"), Config(32, 32, 4, 2))
 TALL = {"forward": Config(64, 32, 4, 3), "dkdv": Config(32, 64, 4, 1), "dq": Config(64, 32, 4, 1)}
 LEAST = dict.fromkeys(("forward", "dkdv", "dq"), Config(16, 16, 4, 1))
+DEEP = {"forward": Config(64, 16, 4, 3), "dkdv": Config(16, 64, 4, 3), "dq": Config(64, 16, 2, 3)}
 EVERY = ("forward", "delta", "dkdv", "dq")
 
 # Case, dtypes, tiles: None for the library's own for sm_80.
@@ -40,7 +41,31 @@ RUNS: tuple[tuple[Case, tuple[torch.dtype, ...], Tiles | None], ...] = (
     (Case("key lengths", B=3, M=63, D=32, key_lengths=(0, 17, 63)), SINGLES, SMALL),
     (Case("packed", lengths_q=(1, 63, 40), lengths_k=(33, 63, 0), D=32, causal=True), SINGLES, SMALL),
     (Case("(B, T, H, D) memory", HQ=2, M=63, D=32, layout="rows", causal=True, scale=-0.3), SINGLES, SMALL),
+    (Case("D = 32", HQ=1, M=200, D=32, causal=True), SINGLES, None),
+    (Case("D = 256", HQ=1, M=63, D=256, causal=True), BRAINS, None),
+    (Case("three stages", HQ=1, M=200, D=16, causal=True), BRAINS, DEEP),
+    (Case("fp32, one token", HQ=1, M=1, D=16, causal=True), FULLS, LEAST),
+    (Case("fp32", HQ=2, HKV=1, M=63, N=50, D=16, causal=True), FULLS, LEAST),
 )  # fmt: skip
+# The same for other targets. D = 64: tiles of 64 x 128 and 64 x 64, D = 128: two warpgroups. Lengths 1 to 200 compile once.
+OTHERS: tuple[tuple[str, Case, torch.dtype, Tiles | None], ...] = (
+    *[("sm_90", Case(f"causal, {m}", HQ=1, M=m, D=64, causal=True), torch.bfloat16, None) for m in (1, 63, 128, 200)],
+    ("sm_90", Case("4 heads on 2", HQ=4, HKV=2, M=63, N=200, D=64, causal=True), torch.float16, None),
+    ("sm_90", Case("more queries than keys", HQ=1, M=200, N=63, D=64), torch.float16, None),
+    ("sm_90", Case("window, softcap", HQ=1, M=200, D=64, causal=True, window=70, softcap=2.0), torch.float16, None),
+    ("sm_90", Case("D = 40, DV = 24", HQ=1, M=63, D=40, DV=24, causal=True, layout="guarded"), torch.float16, None),
+    ("sm_90", Case("D = 128", HQ=1, M=200, D=128, causal=True), torch.bfloat16, None),
+    ("sm_90", Case("D = 16", HQ=1, M=100, D=16, causal=True), torch.float16, None),
+    ("sm_86", Case("D = 64", HQ=1, M=200, D=64, causal=True), torch.float16, None),
+)  # fmt: skip
+
+
+def attend_and_check(case: Case, dtype: torch.dtype, tiles: Tiles | None, target: str) -> None:
+    """Forward and backward by the kernels that the case asks for."""
+    with emulated(target, tiles=tiles) as names:
+        check(make_inputs(case, dtype), calls.attend, case.name)
+    expected = [*EVERY, *["dbias"] * (case.bias is not None), *["dsinks"] * case.sinks]
+    assert sorted(names) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +73,27 @@ RUNS: tuple[tuple[Case, tuple[torch.dtype, ...], Tiles | None], ...] = (
     [pytest.param(c, d, t, id=f"{c.name}, {str(d)[6:]}") for c, dtypes, t in RUNS for d in dtypes],
 )
 def test_forward_and_backward(case: Case, dtype: torch.dtype, tiles: Tiles | None) -> None:
-    with emulated(tiles=tiles) as names:
-        check(make_inputs(case, dtype), calls.attend, case.name)
-    expected = [*EVERY, *["dbias"] * (case.bias is not None), *["dsinks"] * case.sinks]
-    assert sorted(names) == sorted(expected)
+    attend_and_check(case, dtype, tiles, "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("target", "case", "dtype", "tiles"), [pytest.param(*x, id=f"{x[0]}, {x[1].name}, {str(x[2])[6:]}") for x in OTHERS]
+)
+def test_forward_and_backward_on_others(target: str, case: Case, dtype: torch.dtype, tiles: Tiles | None) -> None:
+    attend_and_check(case, dtype, tiles, target)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_tf32(target: str) -> None:
+    """As accurate as eager fp16, whose numbers have as many bits: on numbers of fp16, so that q kᵀ is exact in both."""
+    inputs = make_inputs(Case("tf32", HQ=1, M=100, D=32, causal=True), torch.float16)
+    with emulated(target, precision="tf32", tiles=TALL) as names:
+        got = run(cast(inputs, torch.float32), calls.attend)
+    assert sorted(names) == sorted(EVERY)
+    eager, exact = run(inputs, attend_reference), run(cast(inputs, torch.float64), attend_reference)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        one, two, three = (getattr(results, name) for results in (got, eager, exact))
+        assert_accurate(one, two, three, two.dtype, name)
 
 
 def test_the_dropout_mask_is_the_references() -> None:
@@ -83,10 +125,14 @@ def _statistics(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return statistics(problem, inputs.q, inputs.k)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("paged", [False, True], ids=["one block", "pages"])
-def test_decode(dtype: torch.dtype, paged: bool) -> None:
-    with emulated() as names:
+@pytest.mark.parametrize(
+    ("target", "dtype", "paged"),
+    [("sm_80", torch.float16, False), ("sm_80", torch.bfloat16, False), ("sm_80", torch.float16, True),
+     ("sm_80", torch.bfloat16, True), ("sm_80", torch.float32, True), ("sm_90", torch.bfloat16, True)],
+    ids=str,
+)  # fmt: skip
+def test_decode(target: str, dtype: torch.dtype, paged: bool) -> None:
+    with emulated(target) as names:
         correct = calls.decode(dtype, paged)
     assert names == ["decode", "combine"]
     correct()

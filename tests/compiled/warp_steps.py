@@ -1,4 +1,4 @@
-"""Instructions of whole warps: shuffles, matrix loads and matrix products.
+"""Instructions of whole warps: shuffles, loads and stores of matrices, and their products.
 
 Products are summed in fp32 in numpy's order; a tensor core sums in its own. Source: PTX ISA 8.8, chapter 9.7.14.
 """
@@ -12,14 +12,14 @@ import numpy as np
 from tests.compiled import fragments
 from tests.compiled.faults import Unsupported
 from tests.compiled.fragments import LANES
-from tests.compiled.operands import address, reader, writer
+from tests.compiled.operands import Read, address, reader, writer
 from tests.compiled.parse import Instruction, Operand, Program
 from tests.compiled.state import State, Step, full
 from tests.compiled.values import Array
 
 U4, F4 = np.dtype("u4"), np.dtype("f4")
 _PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k(16|8)\.row\.col\.f32\.(f16|bf16|tf32)\.\2\.f32")
-_ROWS = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
+_ROWS = re.compile(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
 
 
 def step(instruction: Instruction, program: Program) -> Step | None:
@@ -29,7 +29,8 @@ def step(instruction: Instruction, program: Program) -> Step | None:
     if (match := _PRODUCT.fullmatch(instruction.opcode)) and int(match[1]) * fragments.SIZES[match[2]] == 32:
         return _product(instruction, match[2], program)
     if match := _ROWS.fullmatch(instruction.opcode):
-        return _matrix_rows(instruction, int(match[1]), match[2] is not None, program)
+        make = _load_matrices if match[1] == "ld" else _store_matrices
+        return make(instruction, int(match[2]), match[3] is not None, program)
     if instruction.opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32") and instruction.operands[3:] == ("31", "-1"):
         return _shuffle(instruction, ".bfly." in instruction.opcode, program)
     return None
@@ -62,22 +63,38 @@ def _product(instruction: Instruction, kind: str, program: Program) -> Step:
     return step
 
 
-def _matrix_rows(instruction: Instruction, matrices: int, transposed: bool, program: Program) -> Step:
+def _load_matrices(instruction: Instruction, matrices: int, transposed: bool, program: Program) -> Step:
     """Lane 8 i + r gives the address of row r of matrix i."""
     writes = [writer(name, U4, program, "") for name in registers(instruction.operands[0])]
     find = address(instruction.operands[1], False, program)
 
     def step(state: State) -> None:
         ctas, threads = state.shape
-        rows, lanes = np.indices((ctas, threads))
-        used = lanes % LANES < 8 * matrices
-        at = full(find(state), state.shape)[used]
-        numbers = state.shared.load(rows[used], lanes[used] // LANES, at, 2, 8)
+        numbers = state.shared.load(*_rows(state, find, matrices), 2, 8)
         tiles = numbers.reshape(ctas, threads // LANES, matrices, 8, 8)
         for write, result in zip(writes, fragments.matrix_rows(tiles, transposed), strict=True):
             write(state, result)
 
     return step
+
+
+def _store_matrices(instruction: Instruction, matrices: int, transposed: bool, program: Program) -> Step:
+    """The same lanes, the other way."""
+    sources = [reader(name, U4, program) for name in registers(instruction.operands[1])]
+    find = address(instruction.operands[0], False, program)
+
+    def step(state: State) -> None:
+        numbers = fragments.rows_of_matrices(np.stack(gather(state, sources)), transposed).reshape(-1, 8)
+        state.shared.store(*_rows(state, find, matrices), numbers)
+
+    return step
+
+
+def _rows(state: State, find: Read, matrices: int) -> tuple[Array, Array, Array]:
+    """(cta, warp, byte address) of each row of each matrix of each warp."""
+    ctas, lanes = np.indices(state.shape)
+    used = lanes % LANES < 8 * matrices
+    return ctas[used], lanes[used] // LANES, full(find(state), state.shape)[used]
 
 
 def _shuffle(instruction: Instruction, butterfly: bool, program: Program) -> Step:
