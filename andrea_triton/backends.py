@@ -13,15 +13,23 @@ from torch import Tensor
 from . import cpu
 from .problem import Problem
 from .reference import reference, row_bias_grad, statistics
+from .target import blame_triton
 
 Gradients = tuple[Tensor | None, ...]
 
 
 @functools.cache
 def launcher() -> Any:
-    """launch/run.py, imported with Triton when it is first needed."""
-    from .launch import run
+    """launch/run.py, imported with Triton when it is first needed.
 
+    Raises:
+        UnsupportedError: the installed Triton is not one that this works with.
+    """
+    try:
+        from .launch import run
+    except (ImportError, AttributeError, TypeError) as error:
+        blame_triton(error)
+        raise
     return run
 
 

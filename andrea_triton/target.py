@@ -12,11 +12,51 @@ import torch
 from .errors import UnsupportedError
 
 BACKENDS = ("triton", "interpreter", "torch", "reference")
+TESTED_TRITON = ((3, 6), (3, 9))  # its launcher and interpreter are used from within, which a version may change
 
 
 def has_triton() -> bool:
     """True where Triton is installed (it is not imported for the question)."""
     return sys.modules.get("triton") is not None or importlib.util.find_spec("triton") is not None
+
+
+def triton_version() -> str:
+    """Of the Triton that would run; what is wrong where it cannot be imported."""
+    try:
+        import triton
+    except Exception as error:
+        return f"unusable ({type(error).__name__}: {error})" if has_triton() else "not installed"
+    return str(triton.__version__)
+
+
+def version_numbers(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version.
+
+    Example:
+        >>> version_numbers("3.10.0+git1234")
+        (3, 10)
+    """
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")[:2])
+
+
+def tested_triton() -> str:
+    """The versions of Triton that are tested, in words."""
+    low, high = (".".join(map(str, version)) for version in TESTED_TRITON)
+    return f"{low} to {high}"
+
+
+def blame_triton(error: Exception) -> None:
+    """Raise an error that says so where a fault may come from a Triton that is not tested; return where it is.
+
+    Raises:
+        UnsupportedError: with the versions that are tested.
+    """
+    version = triton_version()
+    low, high = TESTED_TRITON
+    if isinstance(error, (AttributeError, TypeError, ImportError)) and not low <= version_numbers(version) <= high:
+        way_out = f"pip install 'triton>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}', or backend='torch'"
+        reason = f"{tested_triton()} are tested ({type(error).__name__}: {error}). Way out: {way_out}"
+        raise UnsupportedError("running kernels", f"Triton {version}", reason) from error
 
 
 def has_gpu() -> bool:

@@ -6,6 +6,8 @@ carry divisibility hints, lengths carry none and are never specialised, so that 
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton.errors import CompileError
 from andrea_triton.kernels.views import View
+from andrea_triton.launch.faults import explained
 from andrea_triton.launch.plan import Launch
 
 POINTERS = {
@@ -34,6 +37,12 @@ POINTERS = {
     torch.bool: "*i1",
 }
 Path = tuple[int, ...]
+
+# The interpreter changes Triton's language, which all threads share: who compiles or interprets holds this. A forked child has
+# but one thread, so it must not start with a lock that another one held.
+language = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=language.acquire, after_in_parent=language.release, after_in_child=language.release)
 
 
 class Argument(NamedTuple):
@@ -126,15 +135,10 @@ def gpu_target(name: str) -> GPUTarget:
 def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
     """The machine code of a launch. Triton keeps it on disk, so a second process does not compile it again."""
     options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages, "enable_fp_fusion": True}
-    try:
+    with explained(f"{launch.name} did not compile for {target.backend} {target.arch}"), language:
         kernel = triton.compile(source(launch), target=target, options=options)
-    except Exception as error:
-        raise CompileError(
-            f"{launch.name} did not compile for {target.backend} {target.arch} with Triton {triton.__version__}: {error}\n"
-            "Way out: another Triton (3.6 and 3.9 are tested), or backend='torch'."
-        ) from error
-    kernel.src = Flat(launch.kernel, dict(enumerate(_types(tuple(kernel.src.signature.values())))))
-    return kernel
+        kernel.src = Flat(launch.kernel, dict(enumerate(_types(tuple(kernel.src.signature.values())))))
+        return kernel
 
 
 class Flat(NamedTuple):

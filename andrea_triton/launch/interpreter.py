@@ -1,15 +1,15 @@
 """Run a Launch on CPU tensors in Triton's interpreter, chosen at call time: no environment variable, and ahead-of-time
 compilation goes on working in the same process.
 
-For the length of a launch, under a lock, device functions run as Python and the language is patched as the interpreter wants it;
-all is put back after. Matrix products are widened: the stock interpreter multiplies the bit patterns of bf16. Numbers are
-rounded to bf16 as hardware rounds them: the stock interpreter cuts them off, which makes every weight too small.
+For the length of a launch, under a lock that compiling takes too, device functions run as Python and the language is patched
+as the interpreter wants it; all is put back after. Matrix products are widened: the stock interpreter multiplies the bit
+patterns of bf16. Numbers are rounded to bf16 as hardware rounds them: the stock interpreter cuts them off, which makes every
+weight too small.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,10 +20,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from andrea_triton.launch.compile import POINTERS, rebuild
+from andrea_triton import target as targets
+from andrea_triton.launch.compile import POINTERS, language, rebuild
 from andrea_triton.launch.plan import Launch
 
-_lock = threading.RLock()
 _python: dict[Any, Callable[..., Any]] = {}
 _stock_cast = interpreter.InterpreterBuilder.cast_impl
 
@@ -76,7 +76,7 @@ def _wide_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any)
 def _patched() -> Iterator[None]:
     """The interpreter's world. Its overflow checks are off: they take half of the time, and without debug say nothing."""
     builder, one = interpreter.InterpreterBuilder, interpreter.interpreter_builder
-    with _lock, np.errstate(all="ignore"):
+    with language, np.errstate(all="ignore"):
         call, dot, options = JITFunction.__call__, builder.create_dot, one.options
         one.options = replace(options, sanitize_overflow=False)
         JITFunction.__call__, builder.create_dot, builder.cast_impl = _call_device_function, _wide_dot, _cast
@@ -114,8 +114,19 @@ def _convert(x: Any) -> Any:
 
 
 def interpret(launch: Launch) -> None:
-    """Run every program of a launch, one after another, on CPU tensors."""
-    grid = (*launch.grid, 1, 1)[:3]
+    """Run every program of a launch, one after another, on CPU tensors.
+
+    Raises:
+        UnsupportedError: the installed Triton's interpreter is not one that this works with.
+    """
+    try:
+        _interpret(launch, (*launch.grid, 1, 1)[:3])
+    except (AttributeError, TypeError, ImportError) as error:
+        targets.blame_triton(error)
+        raise
+
+
+def _interpret(launch: Launch, grid: tuple[int, ...]) -> None:
     with _patched():
         body, args = _as_python(launch.kernel.fn), [_convert(x) for x in launch.args]
         undo = interpreter._patch_lang(launch.kernel.fn)

@@ -15,6 +15,7 @@ from andrea_triton import target as targets
 from andrea_triton.errors import FitError
 from andrea_triton.launch import compile as compiler
 from andrea_triton.launch.descriptors import Box, box_of, with_boxes
+from andrea_triton.launch.faults import explained
 from andrea_triton.launch.plan import Launch, tiled
 from andrea_triton.problem import Problem
 
@@ -50,10 +51,11 @@ def ready(launch: Launch, problem: Problem, places: Mapping[int, int]) -> Start:
         places: of each tensor of the call, by its id, the place of its address among the addresses.
     """
     key = (launch.kernel, *launch.constexprs.values(), launch.configs, problem.device, compiler.describe(launch.args))
-    found = _kernels.get(key)
-    if found is None:
-        found = _kernels[key] = _first_that_fits(launch, problem)
-    config, kernel = found
+    if key not in _kernels:
+        with compiler.language:  # of threads that want the same kernel one compiles it, and warns
+            if key not in _kernels:
+                _kernels[key] = _first_that_fits(launch, problem)
+    config, kernel = _kernels[key]
     chosen = launch if config == launch.config else tiled(launch, problem, config)
     order: list[int] = []
     numbers: list[Any] = []
@@ -75,7 +77,19 @@ def _plain(value: Any) -> Any:
 
 
 def go(starts: Sequence[Start], addresses: tuple[int, ...], problem: Problem) -> None:
-    """Start kernels, in order, on the current stream of the tensors' device."""
+    """Start kernels, in order, on the current stream of the tensors' device.
+
+    Raises:
+        UnsupportedError: the installed Triton's launcher is not one that this works with.
+    """
+    try:
+        _go(starts, addresses, problem)
+    except (AttributeError, TypeError) as error:
+        targets.blame_triton(error)
+        raise
+
+
+def _go(starts: Sequence[Start], addresses: tuple[int, ...], problem: Problem) -> None:
     with targets.current(problem.device):
         stream, hooks = targets.stream(problem.device), _hooks()
         for kernel, grid, pick, numbers, _, boxes in starts:
@@ -94,11 +108,13 @@ def _hooks() -> tuple[Any, Any]:
 
 
 def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any]:
-    target, reason = targets.gpu_target(), ""
+    with explained(f"{launch.name} cannot be started on {problem.device}"):
+        target, reason = targets.gpu_target(), ""
     for config in launch.configs:
         kernel = compiler.compiled(tiled(launch, problem, config), target)
         try:
-            kernel._init_handles()
+            with explained(f"{launch.name} cannot be loaded on {target.arch}"):
+                kernel._init_handles()
         except triton.runtime.errors.OutOfResources as error:
             reason = reason or str(error)
             continue

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from andrea_triton.errors import AndreaError
 from andrea_triton.problem import make_problem
 from andrea_triton.reference import _grid, _visible
 from andrea_triton.spec import make_spec
-from andrea_triton.testing import Inputs, attend_reference, cast, make_inputs
+from andrea_triton.testing import Case, Inputs, attend_reference, cast, make_inputs
 from tests.fuzz.calls import Drawn, drawn_calls, head_dims, inputs_of, lengths, often, windows
 from tests.fuzz.judge import attend_by, small_tiles
 from tests.fuzz.test_contract import fuzz
@@ -36,16 +36,18 @@ def attend(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
         return attend_by(backend)(inputs)
 
 
-def same(got: Tensor, wanted: Tensor, rows: Tensor, bits: bool, dtype: torch.dtype) -> None:
-    """Rows are the same: in every bit, or, where another way may have been taken, as far as the dtype tells."""
-    got, wanted = got[rows], wanted[rows]
-    assert torch.equal(got, wanted) if bits else torch.allclose(got, wanted, rtol=16 * torch.finfo(dtype).eps, equal_nan=True)
+def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Whether they are the same as far as the dtype tells."""
+    return torch.allclose(got, wanted, rtol=16 * torch.finfo(dtype).eps, equal_nan=True)
+
+
+# One NaN sends a call on the CPU the dense way, which rounds scores to fp16: elements near 0 lie far from those of the fused way.
+DENSE_WAY = Drawn(Case("hidden key", HQ=1, HKV=1, M=2, N=3, D=63, hidden=0.3), dtype=torch.float16)
 
 
 @fuzz
-@given(
-    drawn=DENSE, backend=BACKENDS, poison=st.sampled_from([float("nan"), float("inf"), float("-inf")]), pick=st.integers(0, 40)
-)
+@given(drawn=DENSE, backend=BACKENDS, poison=POISON, pick=st.integers(0, 40))
+@example(drawn=DENSE_WAY, backend="torch", poison=float("nan"), pick=0)
 def test_what_a_query_does_not_see_does_not_reach_it(drawn: Drawn, backend: str, poison: float, pick: int) -> None:
     """A key that is not a number, and a query: out and lse of the queries that do not see the key, and are not it, stay."""
     inputs = inputs_of(drawn)
@@ -53,13 +55,17 @@ def test_what_a_query_does_not_see_does_not_reach_it(drawn: Drawn, backend: str,
         return
     q, k = inputs.q.clone(), inputs.k.clone()
     key, query = pick % k.shape[2], pick % q.shape[2]
-    clean = attend(inputs._replace(q=q, k=k), backend)
+    clean, dense = attend(inputs._replace(q=q, k=k), backend), attend_reference(inputs)
     k[:, :, key], q[:, :, query] = poison, poison
     untouched = ~visible(inputs)[..., key]
     untouched[:, :, query] = False
     event(f"untouched rows: {bool(untouched.any())}")
-    for got, wanted in zip(attend(inputs._replace(q=q, k=k), backend), clean, strict=True):
-        same(got, wanted, untouched, backend == "interpreter", drawn.dtype)
+    for got, wanted, other in zip(attend(inputs._replace(q=q, k=k), backend), clean, dense, strict=True):
+        got, wanted, other = got[untouched], wanted[untouched], other[untouched]
+        if backend == "interpreter":
+            assert torch.equal(got, wanted)
+        else:
+            assert close(got, wanted, drawn.dtype) or close(got, other, drawn.dtype)
 
 
 @fuzz
@@ -76,7 +82,7 @@ def test_keys_that_a_query_does_not_see_may_change(drawn: Drawn, backend: str, f
         return
     untouched = ~visible(inputs)[..., first:].any(-1)
     for got, wanted in zip(attend(inputs._replace(k=k, v=v), backend), clean, strict=True):
-        same(got, wanted, untouched, True, drawn.dtype)
+        assert torch.equal(got[untouched], wanted[untouched])
 
 
 @fuzz
