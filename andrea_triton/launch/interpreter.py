@@ -26,6 +26,8 @@ from andrea_triton.launch.plan import Launch
 
 _python: dict[Any, Callable[..., Any]] = {}
 _stock_cast = interpreter.InterpreterBuilder.cast_impl
+_stock_min_max = interpreter.ReduceOps.min_max
+_SILENT = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
 
 
 def _as_python(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +74,11 @@ def _wide_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any)
     return interpreter.TensorHandle((_wide(a) @ _wide(b) + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 
+def _min_max(self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+    """The largest or smallest, NaN where all are NaN: of those the stock interpreter warns its user."""
+    return _stock_min_max(self, values, _SILENT.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
     """The interpreter's world. Its overflow checks are off: they take half of the time, and without debug say nothing."""
@@ -80,6 +87,7 @@ def _patched() -> Iterator[None]:
         call, dot, options = JITFunction.__call__, builder.create_dot, one.options
         one.options = replace(options, sanitize_overflow=False)
         JITFunction.__call__, builder.create_dot, builder.cast_impl = _call_device_function, _wide_dot, _cast
+        interpreter.ReduceOps.min_max = _min_max
         scope = interpreter._patch_lang(getattr(tl.standard.sum, "fn", tl.standard.sum))
         try:
             yield
@@ -87,6 +95,7 @@ def _patched() -> Iterator[None]:
             if scope is not None:
                 scope.restore()
             JITFunction.__call__, builder.create_dot, builder.cast_impl = call, dot, _stock_cast
+            interpreter.ReduceOps.min_max = _stock_min_max
             one.options = options
 
 

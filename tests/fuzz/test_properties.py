@@ -48,6 +48,7 @@ DENSE_WAY = Drawn(Case("hidden key", HQ=1, HKV=1, M=2, N=3, D=63, hidden=0.3), d
 @fuzz
 @given(drawn=DENSE, backend=BACKENDS, poison=POISON, pick=st.integers(0, 40))
 @example(drawn=DENSE_WAY, backend="torch", poison=float("nan"), pick=0)
+@example(drawn=Drawn(Case("rows of NaN", HQ=1, M=3, N=17, D=16)), backend="interpreter", poison=float("nan"), pick=0)
 def test_what_a_query_does_not_see_does_not_reach_it(drawn: Drawn, backend: str, poison: float, pick: int) -> None:
     """A key that is not a number, and a query: out and lse of the queries that do not see the key, and are not it, stay."""
     inputs = inputs_of(drawn)

@@ -76,6 +76,7 @@ def world() -> dict[str, Any]:
         "call": JITFunction.__call__,
         "dot": builder.create_dot,
         "cast": builder.cast_impl,
+        "min_max": stock.ReduceOps.min_max,
         "options": stock.interpreter_builder.options,
         **language,
         **methods,
@@ -169,6 +170,13 @@ def test_nan_stays_nan_in_bf16() -> None:
     out = torch.empty(4, dtype=torch.bfloat16)
     interpret(launch(cast_copy, (payload, out), SIZE=4))
     assert out.isnan().all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_without_a_number_warn_of_nothing() -> None:
+    q = torch.full((1, 1, 64, 16), float("nan"))  # whole tiles: past the end there is -inf
+    out = attention(q, q, q, backend="interpreter")
+    assert isinstance(out, torch.Tensor) and out.isnan().all()
 
 
 def test_arguments_have_the_types_of_the_compiled_kernel() -> None:
