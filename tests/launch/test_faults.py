@@ -3,6 +3,7 @@ stub's."""
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -185,6 +186,37 @@ def test_a_triton_without_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
         interpreted(q)
     assert attention(q, q, q, causal=True).isfinite().all()
     backends.launcher.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_while_another_thread_interprets() -> None:
+    """The child has that thread no more, and must not wait for it, nor keep the language as it was changed for it."""
+    q, done, before = torch.randn(1, 1, 20, 16), threading.Event(), torch.get_num_threads()
+    wanted = interpreted(q)
+    dense = attention(q, q, q, causal=True, backend="reference")
+
+    def work() -> None:
+        while not done.is_set():
+            interpreted(q)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        torch.set_num_threads(1)  # with more, torch's own attention waits forever in a forked child
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)
+                try:
+                    same = torch.equal(interpreted(q), wanted)
+                    os._exit(0 if same and torch.equal(attention(q, q, q, causal=True, backend="reference"), dense) else 3)
+                finally:
+                    os._exit(4)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        done.set()
+        thread.join()
+        torch.set_num_threads(before)
 
 
 def test_a_thread_compiles_while_another_interprets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

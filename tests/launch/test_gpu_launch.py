@@ -6,7 +6,7 @@ import json
 import struct
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -112,14 +112,17 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
         yield
 
 
-def called(log: Path, case: testing.Case, dtype: torch.dtype = FP16, device: int = 0, small: bool = True) -> Outcome:
-    """Call the kernels, in the process that has the stub driver: forward and backward, or with table tiles only forward."""
+def called(
+    log: Path, case: testing.Case, dtype: torch.dtype = FP16, device: int = 0, small: bool = True, threads: int = 1
+) -> Outcome:
+    """Call the kernels, in the process that has the stub driver: forward and backward, or with table tiles only forward. Several
+    threads do so at once, each with tensors of its own."""
     import triton
 
     log.unlink(missing_ok=True)
     executed: list[Wanted] = []
     compiled: list[Any] = []
-    compile_it, inputs = triton.compile, testing.make_inputs(case, dtype)
+    compile_it, inputs = triton.compile, [testing.make_inputs(case, dtype, seed=i) for i in range(threads)]
 
     def counted(*args: Any, **keywords: Any) -> Any:
         compiled.append(args)
@@ -128,10 +131,8 @@ def called(log: Path, case: testing.Case, dtype: torch.dtype = FP16, device: int
     with pytest.MonkeyPatch.context() as patch, on_device(device, small, executed), warnings.catch_warnings(record=True) as w:
         warnings.simplefilter("always")
         patch.setattr(triton, "compile", counted)
-        if small:
-            testing.run(inputs, attend)
-        else:
-            attend(inputs)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda x: testing.run(x, attend) if small else attend(x), inputs))
     warned = [str(warning.message) for warning in w if warning.category is RuntimeWarning]
     return Outcome(stub_cuda.starts(log), executed, len(compiled), warned)
 
@@ -271,3 +272,16 @@ def test_the_search_times_the_tiling_that_it_names(call: Call) -> None:
 def test_a_card_too_small_for_every_tile_is_an_error(call: Call) -> None:
     with pytest.raises(CompileError, match="no tiling of forward fits 80 for head dims 32, 32"):
         call(PLAIN, device=3)
+
+
+def test_threads_that_call_first_at_once(call: Call) -> None:
+    """Each gets its own arguments, and what is compiled is compiled once."""
+    outcome = call(replace(PLAIN, D=24), threads=8)
+    assert outcome.compiled == 4 and len(outcome.starts) == 8 * 4
+    assert sorted(arrived(outcome)) == sorted(outcome.wanted)
+
+
+def test_threads_that_run_out_of_shared_memory_at_once_warn_once(call: Call) -> None:
+    outcome = call(replace(PLAIN, D=48), device=2, small=False, threads=8)
+    assert len(outcome.warned) == 1 and len(outcome.starts) == 8
+    assert len({start.shared for start in outcome.starts}) == 1 and outcome.starts[0].shared <= LIMITS[2]
