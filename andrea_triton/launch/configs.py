@@ -47,14 +47,14 @@ HALF = {
     ("forward", "hopper"): {32: C(64, 128), 64: C(64, 128), 128: C(128, 64, 8, 1), 256: C(64, 64, 8)},
     ("forward", "blackwell"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8), 256: C(128, 32, 8)},
     ("forward", "cdna"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32), 256: C(64, 32)},
-    ("forward", "rdna"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1), 128: C(64, 32, 8, 1), 256: C(32, 16, 8, 1)},
+    ("forward", "rdna"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1), 128: C(64, 16, 8, 1), 256: C(32, 16, 8, 1)},
     ("dkdv", "generic"): {32: C(32, 64), 64: C(32, 64), 128: C(32, 32), 256: C(16, 32, 4, 1)},
     ("dkdv", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
     ("dkdv", "ampere"): {32: C(32, 128), 64: C(32, 128), 128: C(32, 64, 4, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "ada"): {32: C(32, 128), 64: C(32, 64, 2), 128: C(32, 64, 4, 1), 256: C(16, 32, 8, 1)},
     ("dkdv", "hopper"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(32, 64, 4, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "blackwell"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
-    ("dkdv", "cdna"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(16, 32)},
+    ("dkdv", "cdna"): {32: C(64, 32), 64: C(32, 32), 128: C(32, 32), 256: C(16, 32)},
     ("dkdv", "rdna"): {32: C(16, 64, 4, 1), 64: C(16, 64, 4, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
     ("dq", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16, 4, 1)},
     ("dq", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(32, 16, 8, 1), 256: C(16, 16, 8, 1)},
@@ -65,9 +65,44 @@ HALF = {
     ("dq", "cdna"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16)},
     ("dq", "rdna"): {32: C(64, 32, 8, 1), 64: C(64, 32, 8, 1), 128: C(32, 32, 8, 1), 256: C(16, 16, 8, 1)},
 }
+# The same, by kind of call, where it needs another tiling: more numbers live at once, or (ieee) plain arithmetic in place of
+# matrix products. Where a kind has no entry here, two-byte calls take the table above, and wider elements smaller tiles of it.
+SPECIAL = {
+    ("dkdv", "ampere", "window"): {64: C(32, 64, 2)},
+    ("dkdv", "ampere", "terms"): {64: C(16, 128)},
+    ("dkdv", "ada", "terms"): {64: C(16, 128)},
+    ("forward", "ampere", "matrix"): {64: C(64, 64)},
+    ("forward", "ada", "matrix"): {64: C(64, 64)},
+    ("forward", "hopper", "matrix"): {64: C(64, 64)},
+    ("dkdv", "ampere", "matrix"): {64: C(32, 64, 4, 1)},
+    ("dkdv", "ada", "matrix"): {64: C(32, 64, 4, 1)},
+    ("dq", "ampere", "matrix"): {64: C(128, 16)},
+    ("dq", "ada", "matrix"): {64: C(128, 16)},
+    ("forward", "ampere", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 4, 1)},
+    ("forward", "ada", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 8, 1)},
+    ("forward", "hopper", "ieee"): {32: C(64, 32), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1)},
+    ("dkdv", "ampere", "ieee"): {32: C(32, 64), 64: C(16, 64), 128: C(16, 32, 4, 1)},
+    ("dkdv", "ada", "ieee"): {32: C(32, 32, 4, 1), 64: C(16, 32, 4, 1), 128: C(16, 32, 4, 1)},
+    ("dkdv", "hopper", "ieee"): {32: C(32, 32, 4, 1), 64: C(16, 32, 4, 1), 128: C(32, 32, 8, 1)},
+    ("dq", "ampere", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
+    ("dq", "ada", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
+    ("dq", "hopper", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
+    ("forward", "ampere", "tf32"): {64: C(128, 32)},
+    ("forward", "ada", "tf32"): {64: C(128, 32)},
+    ("dq", "hopper", "tf32"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1)},
+}
+# plain: bare products, two bytes or eight. window: keys end on the left. terms: softcap, the caller's score or mask. matrix: a
+# bias or mask that is read element by element. ieee, tf32: fp32, by how it is multiplied.
+KINDS = ("plain", "window", "terms", "matrix", "ieee", "tf32")
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
 SMALLEST = Config(16, 16, 4, 1)
+# Families whose first tiling is halved, along the rows that programs divide among them, where programs are few. A causal call's
+# time is then that of its longest program, alone on its multiprocessor, and a tile of half the rows takes 0.56 to 0.68 of the
+# cycles (D = 64 and 128, forward, dkdv and dq on sm_80, counted). With B = 1, 12 heads, T = 1024 on 108 multiprocessors: 96
+# programs, the longest of 16 tiles of 128x64; or 192, the longest of 16 of 64x64, 15 on average for each multiprocessor. So by
+# the number of waves, which is a model: not timed. Other families' tiles have 64 rows already, or were not counted.
+HALVED = ("ampere", "ada")
 Entry = tuple[str, str, int, int]  # kernel, target, head dim up to, bytes of an element
 # What tune.use has put in the place of the table: empty until somebody asks for it.
 TUNED: dict[Entry, Config] = {}
@@ -92,7 +127,9 @@ def _interpreter(M: int, N: int) -> Config:
     return Config(128, 128) if longest <= 512 else Config(256, 512)
 
 
-def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int) -> tuple[Config, ...]:
+def candidates(
+    kernel: str, target: str, D: int, itemsize: int, M: int, N: int, kind: str = "plain", few: bool = False
+) -> tuple[Config, ...]:
     """Tilings to try for a kernel, best first.
 
     Args:
@@ -100,7 +137,9 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int) 
         target: sm_80, gfx942 ..., or interpreter.
         D: the larger of the two head dims.
         itemsize: bytes of an element of q, k and v.
-        M, N: query and key lengths; they choose among tiles but never compile a new kernel per length.
+        M, N: query and key lengths: for the interpreter's tiles only.
+        kind: of KINDS.
+        few: whether the programs of the first candidate without it are fewer than the card's multiprocessors.
 
     Returns:
         The table's entry, or what tune.use has put in its place, and then ever smaller ones.
@@ -109,15 +148,31 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int) 
         return (DELTA,)
     if target == "interpreter":
         return (_interpreter(M, N),)
-    first = TUNED.get((kernel, target, bucket(D), itemsize))
-    if first is None:
-        first = HALF[SAME_TILES.get(kernel, kernel), family(target)][bucket(D)]
-        for _ in range((itemsize // 2).bit_length() - 1):
-            first = _smaller(first)
+    found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in ("plain", "ieee", "tf32") else None
+    first = found or _first(SAME_TILES.get(kernel, kernel), family(target), bucket(D), itemsize, kind)
+    if few and not found and kind == "plain" and family(target) in HALVED:
+        first = _halved(kernel, first)
     result = [first]
     while result[-1] != SMALLEST:
         result.append(_smaller(result[-1]))
     return tuple(result)
+
+
+def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
+    """The table's entry."""
+    special = SPECIAL.get((kernel, row, kind), {}).get(D)
+    if special is not None:
+        return special
+    first = HALF[kernel, row][D]
+    for _ in range((itemsize // 2).bit_length() - 1):
+        first = _smaller(first)
+    return first
+
+
+def _halved(kernel: str, config: Config) -> Config:
+    """Half the rows that programs divide among them, and 4 warps at most."""
+    m, n, warps, stages = config
+    return Config(m, n // 2, min(warps, 4), stages) if kernel == "dkdv" else Config(m // 2, n, min(warps, 4), stages)
 
 
 def _smaller(config: Config) -> Config:

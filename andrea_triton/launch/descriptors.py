@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton.kernels.views import View
@@ -24,6 +25,9 @@ def described(name: str, args: dict[str, Any], problem: Problem, target: str) ->
     """Whether the tiles of a launch come by descriptors: never a question of a length."""
     packed_or_cut = problem.packed or problem.extras.key_lengths is not None
     if name not in SIDES or family(target) not in FAMILIES or packed_or_cut:
+        return False
+    # Plain arithmetic reads a tile element by element; in the order in which the copy engine leaves it, that spills registers.
+    if problem.dtype == torch.float32 and args["attention"].precision.value == "ieee":
         return False
     whole = all(16 <= d <= LARGEST_BOX and d & (d - 1) == 0 for d in (problem.D, problem.DV))
     return whole and all(_fits(args[side]) for side in SIDES[name])

@@ -19,6 +19,7 @@ from andrea_triton.kernels.numerics import FP32, FP64, constant
 from andrea_triton.kernels.scores import Terms
 from andrea_triton.kernels.tile import Attention
 from andrea_triton.kernels.views import PAD, Matrix, Sizes, View
+from andrea_triton.launch.cards import CARDS
 from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.descriptors import described, with_descriptors
 from andrea_triton.problem import Problem, accumulator
@@ -155,10 +156,28 @@ def attention(problem: Problem, precision: str) -> Attention:
 
 
 def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, target: str, **constexprs: int) -> Launch:
-    """A Launch of a kernel with the best tiling for a target. Raises UnsupportedError for more blocks than a grid can hold."""
-    by_descriptor = described(name, dict(zip(kernel.arg_names, args, strict=False)), problem, target)
-    configs = candidates(name, target, max(problem.D, problem.DV), problem.dtype.itemsize, *lengths(problem))
+    """A Launch of a kernel with the best tiling for a target: of two at most, whatever the lengths, so that new lengths compile a
+    kernel at most once more. Raises UnsupportedError for more blocks than a grid can hold."""
+    named = dict(zip(kernel.arg_names, args, strict=False))
+    by_descriptor = described(name, named, problem, target)
+    asked = (name, target, max(problem.D, problem.DV), problem.dtype.itemsize, *lengths(problem))
+    what = kind(problem, named["attention"].precision.value)
+    configs = candidates(*asked, what)
+    if target in CARDS and math.prod(grid(name, args, problem, configs[0])) < CARDS[target].sms:
+        configs = candidates(*asked, what, True)
     return tiled(Launch(name, kernel, args, constexprs, (0, 0), configs[0], configs, by_descriptor), problem, configs[0])
+
+
+def kind(problem: Problem, precision: str) -> str:
+    """Which of configs.KINDS a call is."""
+    extras = problem.extras
+    if problem.dtype == torch.float32:
+        return precision
+    if extras.bias is not None or extras.keep is not None:
+        return "matrix"
+    if problem.spec.softcap is not None or extras.score is not None or extras.mask is not None:
+        return "terms"
+    return "plain" if problem.band()[0] is None else "window"
 
 
 def lengths(problem: Problem) -> tuple[int, int]:

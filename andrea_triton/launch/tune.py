@@ -141,7 +141,7 @@ def search(
             timed(launch, problem, launch.config)
         if launch.name in kernels:
             trials: list[Trial] = []
-            for config in (launch.config, *space):
+            for config in (own_tile(launch.name, setting), *space):
                 if config not in [trial.config for trial in trials]:
                     trials.append(_tried(planned, problem, setting, config, rank))
                 if bar is not None:
@@ -178,6 +178,13 @@ def provenance(rank: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def own_tile(kernel: str, setting: Setting) -> Config:
+    """What the library takes."""
+    kind = {"fp32": "ieee", "tf32": "tf32"}.get(setting.dtype, "plain")
+    itemsize = report.DTYPES[setting.dtype].itemsize
+    return configs.candidates(kernel, setting.target, setting.D, itemsize, setting.length, setting.length, kind)[0]
+
+
 def entries(setting: Setting, found: dict[str, list[Trial]], own: dict[str, Config]) -> list[dict[str, Any]]:
     """The lines of a table: of each kernel the best tiling, the library's own, what both cost, and what was skipped."""
     lines = []
@@ -196,7 +203,8 @@ def entries(setting: Setting, found: dict[str, list[Trial]], own: dict[str, Conf
 
 def use(file: str | os.PathLike[str] | None) -> None:
     """Take the tiles of a table, in every later call of this process whose kernel, target, head dim and element size it names.
-    Kernels already captured in a CUDA graph stay as they are.
+    Calls with a window, a softcap, a bias, a mask or a score keep the library's tiles, for plain calls were searched. Kernels
+    already captured in a CUDA graph stay as they are.
 
     Args:
         file: what `python -m andrea_triton.launch.tune --out FILE` wrote; None goes back to the library's own tiles.
@@ -298,10 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete = True
     for D, dtype in calls:
         setting = Setting(asked.target, D, dtype, asked.batch, asked.heads, asked.length)
-        own = {
-            k: configs.candidates(k, asked.target, D, report.DTYPES[dtype].itemsize, asked.length, asked.length)[0]
-            for k in KERNELS
-        }
+        own = {kernel: own_tile(kernel, setting) for kernel in asked.kernel}
         found = search(setting, asked.kernel, space, asked.rank, bar)
         _print(setting, found, own, asked.rank)
         lines += entries(setting, found, own)

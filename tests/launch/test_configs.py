@@ -7,7 +7,18 @@ import torch
 
 from andrea_triton.launch.cards import CARDS, Card
 from andrea_triton.launch.compile import compiled, gpu_target
-from andrea_triton.launch.configs import DELTA, FAMILIES, HALF, SMALLEST, Config, candidates, family
+from andrea_triton.launch.configs import (
+    DELTA,
+    FAMILIES,
+    HALF,
+    HALVED,
+    KINDS,
+    SMALLEST,
+    SPECIAL,
+    Config,
+    candidates,
+    family,
+)
 from andrea_triton.launch.plan import Grads, Launch, Saved, backward_plan, forward_plan
 from andrea_triton.problem import make_problem
 from andrea_triton.spec import make_spec
@@ -104,6 +115,37 @@ def test_tilings_do_not_depend_on_lengths_on_a_gpu(target: str) -> None:
     for kernel in KERNELS:
         found = {candidates(kernel, target, 64, 2, M, N) for M, N in itertools.product((1, 64, 10**6), repeat=2)}
         assert len(found) == (2 if target == "interpreter" else 1)
+
+
+def test_entries_of_a_kind_fit_every_card_of_their_family() -> None:
+    for (kernel, row, kind), tiles in SPECIAL.items():
+        assert kind in KINDS and kind != "plain" and (kernel, row) in HALF
+        itemsize = 4 if kind in ("ieee", "tf32") else 2
+        for D, config in tiles.items():
+            for card in CARDS.values():
+                if family(card.target) == row:
+                    assert candidates(kernel, card.target, D, itemsize, 1024, 1024, kind)[0] == config
+                    assert shared_memory(kernel, card, config, D, itemsize) <= card.shared_per_cta
+
+
+def test_a_kind_without_an_entry_takes_the_table() -> None:
+    for kind, itemsize in (("window", 2), ("terms", 2), ("matrix", 2), ("ieee", 4), ("tf32", 4)):
+        found = candidates("forward", "gfx942", 64, itemsize, 1024, 1024, kind)
+        assert found == candidates("forward", "gfx942", 64, itemsize, 1024, 1024)
+    assert candidates("dkdv", "sm_80", 64, 2, 1024, 1024, "window")[0] != candidates("dkdv", "sm_80", 64, 2, 1024, 1024)[0]
+    assert candidates("dbias", "sm_80", 64, 2, 9, 9, "matrix") == candidates("dq", "sm_80", 64, 2, 9, 9, "matrix")
+
+
+@pytest.mark.parametrize("D", HEAD_DIMS)
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90", "gfx942", "unknown"])
+def test_few_programs_get_half_the_rows(target: str, D: int) -> None:
+    for kernel in ("forward", "dkdv", "dq"):
+        many, few = (candidates(kernel, target, D, 2, 1024, 1024, few=few)[0] for few in (False, True))
+        divided, walked = (1, 0) if kernel == "dkdv" else (0, 1)
+        if family(target) in HALVED:
+            assert few[divided] == max(16, many[divided] // 2) and few[walked] == many[walked] and few.num_warps <= 4
+        else:
+            assert few == many
 
 
 def test_tiles_of_the_interpreter() -> None:

@@ -91,6 +91,49 @@ def test_more_blocks_than_a_grid_holds_is_an_error() -> None:
         plan.tiled(launch, problem, Config(128, 64))
 
 
+def tiles_of(target: str, M: int, B: int = 1, **settings: Any) -> list[Config]:
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16).expand(B, 12, M, 64)
+    rows = torch.empty(1, 1, 1).expand(B, 12, M)
+    problem, saved = make_problem(q, q, q, make_spec(causal=True, **settings)), Saved(q, rows, rows, rows)
+    launches = forward_plan(q, q, q, saved, problem, target, "ieee")
+    launches += backward_plan(q, q, q, q, None, saved, torch.empty(3, 1, 1), Grads(q, q, q), problem, target, "ieee")
+    return [launch.config for launch in launches if launch.name != "delta"]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90", "gfx942"])
+def test_lengths_choose_between_two_tiles_at_most_and_the_smaller_is_for_the_shorter(target: str) -> None:
+    by_length = [tiles_of(target, M) for M in (1, 63, 512, 1024, 1100, 1300, 4096, 10**6)]
+    for found in zip(*by_length, strict=True):
+        assert len(set(found)) <= 2
+        areas = [config.BLOCK_M * config.BLOCK_N for config in found]
+        assert areas == sorted(areas)
+
+
+def test_few_programs_get_smaller_tiles() -> None:
+    """12 heads of 1024 are 96 programs of 128 rows; a card of this kind has 108 multiprocessors."""
+    assert tiles_of("sm_80", 1024) == [Config(64, 64), Config(32, 64), Config(64, 32)]
+    assert tiles_of("sm_80", 1024, B=2) == tiles_of("sm_80", 1300) == [Config(128, 64), Config(32, 128), Config(128, 32)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "extras", "dtype", "kind"),
+    [
+        ({"causal": True}, {}, torch.float16, "plain"),
+        ({"causal": True}, {}, torch.float64, "plain"),
+        ({"causal": True, "window": 9}, {"alibi": torch.zeros(2)}, torch.float16, "window"),
+        ({"window": 9, "softcap": 1.0}, {}, torch.float16, "terms"),
+        ({}, {"score": Score(len)}, torch.float16, "terms"),
+        ({}, {"mask": Mask(len)}, torch.float16, "terms"),
+        ({"softcap": 1.0}, {"bias": torch.zeros(8, 8)}, torch.float16, "matrix"),
+        ({}, {"keep": torch.ones(8, 8, dtype=torch.bool)}, torch.float16, "matrix"),
+        ({"softcap": 1.0}, {}, torch.float32, "tf32"),
+    ],
+)
+def test_kinds_of_calls(settings: Any, extras: Any, dtype: torch.dtype, kind: str) -> None:
+    q = torch.zeros(1, 2, 8, 16, dtype=dtype)
+    assert plan.kind(make_problem(q, q, q, make_spec(**settings), **extras), "tf32") == kind
+
+
 def test_tiled_changes_tile_and_grid_only() -> None:
     launches, problem = made(ALL)
     for launch in launches:
