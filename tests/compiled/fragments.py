@@ -52,12 +52,11 @@ def matrix_rows(rows: Array, transposed: bool) -> Array:
     return turned.view(np.uint32).reshape(ctas, warps, matrices, LANES).transpose(2, 0, 1, 3).reshape(matrices, ctas, -1)
 
 
-def rows_of_matrices(registers: Array, transposed: bool) -> Array:
+def rows_of_matrices(registers: Array) -> Array:
     """Rows [ctas, warps, matrices, 8, 8] of 16-bit numbers that stmatrix stores of registers [matrices, ctas, threads]."""
     matrices, ctas, threads = registers.shape
     ordered = registers.reshape(matrices, ctas, threads // LANES, LANES).transpose(1, 2, 0, 3)
-    rows = np.ascontiguousarray(ordered).view(np.uint16).reshape(ctas, threads // LANES, matrices, 8, 8)
-    return rows.swapaxes(-1, -2) if transposed else rows
+    return np.ascontiguousarray(ordered).view(np.uint16).reshape(ctas, threads // LANES, matrices, 8, 8)
 
 
 def shuffled(x: Array, source: Array) -> Array:

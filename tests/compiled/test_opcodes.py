@@ -297,18 +297,17 @@ def test_matrix_load_of_one() -> None:
     np.testing.assert_array_equal(got.reshape(8, 8), numbers.reshape(8, 8)[np.arange(8) ^ 1])
 
 
-@pytest.mark.parametrize(("number", "transposed"), [(2, False), (4, False), (4, True)])
-def test_matrix_store(number: int, transposed: bool) -> None:
+@pytest.mark.parametrize("number", [2, 4])
+def test_matrix_store(number: int) -> None:
     """Lane 8 i + r gives the address of row r of matrix i; register i of lane l holds two numbers of its row l / 4."""
     numbers = np.arange(64 * number, dtype=np.uint16)
     body = "shl.b32 %r2, %r0, 4;\n" + snippets.own(20, 0, 4) + snippets.own(21, 0, 16)
     body += "".join(f"ld.global.b32 %r{4 + i}, [%rd20+{128 * i}];\n" for i in range(number))
     held = ", ".join(f"%r{4 + i}" for i in range(number))
-    body += f"stmatrix.sync.aligned.m8n8.x{number}{'.trans' * transposed}.shared::cta.b16 [%r2], {{{held}}};\nbar.sync 0;\n"
+    body += f"stmatrix.sync.aligned.m8n8.x{number}.shared::cta.b16 [%r2], {{{held}}};\nbar.sync 0;\n"
     body += f"setp.lt.u32 %p1, %r0, {8 * number};\n@%p1 ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r2];\n"
     (got,) = snippets.run(body + "@%p1 st.global.v4.b32 [%rd21], {%r10, %r11, %r12, %r13};\n", [numbers], shared=128 * number)
-    matrices = numbers.reshape(number, 8, 8)
-    np.testing.assert_array_equal(got.reshape(number, 8, 8), matrices.swapaxes(1, 2) if transposed else matrices)
+    np.testing.assert_array_equal(got, numbers)
 
 
 def test_matrix_load_transposed() -> None:

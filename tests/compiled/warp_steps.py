@@ -29,8 +29,9 @@ def step(instruction: Instruction, program: Program) -> Step | None:
     if (match := _PRODUCT.fullmatch(instruction.opcode)) and int(match[1]) * fragments.SIZES[match[2]] == 32:
         return _product(instruction, match[2], program)
     if match := _ROWS.fullmatch(instruction.opcode):
-        make = _load_matrices if match[1] == "ld" else _store_matrices
-        return make(instruction, int(match[2]), match[3] is not None, program)
+        if match[1] == "ld":
+            return _load_matrices(instruction, int(match[2]), match[3] is not None, program)
+        return None if match[3] else _store_matrices(instruction, int(match[2]), program)
     if instruction.opcode in ("shfl.sync.bfly.b32", "shfl.sync.idx.b32") and instruction.operands[3:] == ("31", "-1"):
         return _shuffle(instruction, ".bfly." in instruction.opcode, program)
     return None
@@ -78,13 +79,13 @@ def _load_matrices(instruction: Instruction, matrices: int, transposed: bool, pr
     return step
 
 
-def _store_matrices(instruction: Instruction, matrices: int, transposed: bool, program: Program) -> Step:
+def _store_matrices(instruction: Instruction, matrices: int, program: Program) -> Step:
     """The same lanes, the other way."""
     sources = [reader(name, U4, program) for name in registers(instruction.operands[1])]
     find = address(instruction.operands[0], False, program)
 
     def step(state: State) -> None:
-        numbers = fragments.rows_of_matrices(np.stack(gather(state, sources)), transposed).reshape(-1, 8)
+        numbers = fragments.rows_of_matrices(np.stack(gather(state, sources))).reshape(-1, 8)
         state.shared.store(*_rows(state, find, matrices), numbers)
 
     return step
