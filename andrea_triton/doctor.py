@@ -12,8 +12,6 @@ import torch
 from . import target
 from .errors import AndreaError
 
-TESTED_TRITON = ((3, 6), (3, 9))
-
 
 def version(package: str) -> str:
     """The installed version of a package, or that it is missing."""
@@ -23,29 +21,39 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")[:2])
+def trouble(triton: str, numpy: str, has_gpu: bool, name: str) -> list[str]:
+    """Known trouble with these versions and this target, each with the way out.
 
-
-def trouble(triton: str, numpy: str, has_gpu: bool) -> list[str]:
-    """Known trouble with these versions, each with the way out."""
-    found = []
+    Args:
+        triton: its version, "not installed", or what is wrong with it.
+        numpy: its version, or "not installed".
+        has_gpu: whether torch sees a GPU.
+        name: of the target, as in launch/configs.py.
+    """
+    low, high = target.TESTED_TRITON
+    numbers, found = target.version_numbers, []
     if triton == "not installed":
-        found.append("Triton is missing: only the torch and reference backends work. Way out: pip install triton (Linux).")
-        return found
-    if numbers(triton) < TESTED_TRITON[0]:
-        found.append(f"Triton {triton} is too old. Way out: pip install 'triton>=3.6'.")
-    if numbers(triton) > TESTED_TRITON[1]:
-        found.append(
-            f"Triton {triton} is newer than what is tested (3.6 to 3.9). Way out, if a kernel fails: pip install triton==3.9.0."
-        )
-    if numbers(triton) < (3, 9) and numpy != "not installed" and numbers(numpy) >= (2, 4):
+        found.append("Triton is missing, so there are no kernels. Way out: pip install triton (Linux).")
+    elif not triton[0].isdigit():
+        found.append(f"Triton is {triton}. Way out: pip install --force-reinstall 'triton>={low[0]}.{low[1]}'.")
+    elif numbers(triton) < low:
+        found.append(f"Triton {triton} is too old. Way out: pip install 'triton>={low[0]}.{low[1]}'.")
+    elif numbers(triton) > high:
+        tested = target.tested_triton()
+        way_out = f"pip install 'triton<{high[0]}.{high[1] + 1}'"
+        found.append(f"Triton {triton} is newer than what is tested ({tested}). Way out, if a kernel fails: {way_out}.")
+    elif numbers(triton) < (3, 9) and numpy != "not installed" and numbers(numpy) >= (2, 4):
         found.append(f"numpy {numpy} breaks the interpreter of Triton {triton}. Way out: pip install 'numpy<2.4'.")
     if not has_gpu:
         found.append(
-            "No GPU is seen: calls take PyTorch's own attention on the CPU; backend='interpreter' runs the kernels, slowly."
+            "torch sees no GPU, so calls take PyTorch's own attention on the CPU. If there is a GPU: check its driver, and that"
+            " torch is a build for it (pytorch.org). backend='interpreter' runs the kernels here, slowly."
         )
+    elif triton[0].isdigit():
+        from .launch.configs import FAMILIES
+
+        if name not in FAMILIES:
+            found.append(f"No tiles were counted for {name}: it gets small ones that fit anywhere, right but slower.")
     return found
 
 
@@ -56,8 +64,9 @@ def tiles(name: str) -> list[str]:
     lines = []
     for kernel in ("forward", "dkdv", "dq"):
         config = candidates(kernel, name, 64, 2, 1024, 1024)[0]
-        tile = f"{config.BLOCK_M}x{config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"
-        lines.append(f"  {kernel:8} {tile}")
+        tile = f"{config.BLOCK_M} queries x {config.BLOCK_N} keys"
+        how = "" if name == "interpreter" else f", {config.num_warps} warps, {config.num_stages} stages"
+        lines.append(f"  {kernel:12} {tile}{how}")
     return lines
 
 
@@ -79,28 +88,32 @@ def try_kernels(device: torch.device) -> str:
 
 def main() -> int:
     """Print the report. Returns 0 when the kernels ran, or cannot run here for a known reason, else 1."""
-    has_gpu, has_triton = target.has_gpu(), target.has_triton()
+    has_gpu, triton = target.has_gpu(), target.triton_version()
+    usable = triton[0].isdigit()
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    name = target.target_of(device)
     rows: list[tuple[str, Any]] = [
         ("andrea-triton", version("andrea-triton")),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("torch", torch.__version__),
-        ("triton", version("triton")),
+        ("triton", triton),
         ("numpy", version("numpy")),
         ("device", target.device_name(device)),
-        ("target", target.target_of(device)),
+        ("target", "none: Triton's interpreter, on the CPU" if name == "interpreter" else name),
         ("backend", f"{target.default_backend(device)} ({target.reason(device)})"),
         ("fp32 products", target.float32_precision()),
     ]
-    for name, value in rows:
-        print(f"{name:14} {value}")
-    if has_triton:
-        print("tiles at T = 1024, 64 features, fp16 or bf16")
-        print("\n".join(tiles(target.target_of(device))))
-    result = try_kernels(device) if has_triton else "not tried: Triton is missing"
+    for label, value in rows:
+        print(f"{label:14} {value}")
+    if usable:
+        print(f"tiles of the {'interpreter' if name == 'interpreter' else 'kernels'} at T = 1024, 64 features, fp16 or bf16")
+        print("\n".join(tiles(name)))
+    result = try_kernels(device) if usable else f"not tried: Triton is {triton}"
     print(f"{'kernels':14} {result}")
-    for line in trouble(version("triton"), version("numpy"), has_gpu):
-        print(f"note: {line}")
+    notes = trouble(triton, version("numpy"), has_gpu, name)
+    print("\n".join(f"note: {line}" for line in notes) if notes else "known trouble  none")
+    if not result.startswith("failed"):
+        print("next           python -m andrea_triton.check --quick: are the results right?")
     return 1 if result.startswith("failed") else 0
 
 
