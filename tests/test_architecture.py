@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "nn": f"{PURE} torch functional cache decode nn",
     "distributed": f"{HOST} functional backends ops distributed",
     "integrations": f"{PURE} torch functional sdpa cache decode integrations",
-    "testing": f"{PURE} problem reference functional torch",
+    "testing": f"{PURE} problem reference torch testing",
 }
 # The same for imports that run when a function is called, or only for the type checker.
 MAY_IMPORT_LATER = {

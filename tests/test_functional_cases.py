@@ -1,5 +1,5 @@
 """Inputs that broke other attention kernels, through the public functions; the tests carry their ids. What is only a shape is in
-the catalogue of testing.py, which test_functional.py walks."""
+the catalogue of testing/cases.py, which test_functional.py walks."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
