@@ -97,12 +97,6 @@ KINDS = ("plain", "window", "terms", "matrix", "ieee", "tf32")
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
 SMALLEST = Config(16, 16, 4, 1)
-# Families whose first tiling is halved, along the rows that programs divide among them, where programs are few. A causal call's
-# time is then that of its longest program, alone on its multiprocessor, and a tile of half the rows takes 0.56 to 0.68 of the
-# cycles (D = 64 and 128, forward, dkdv and dq on sm_80, counted). With B = 1, 12 heads, T = 1024 on 108 multiprocessors: 96
-# programs, the longest of 16 tiles of 128x64; or 192, the longest of 16 of 64x64, 15 on average for each multiprocessor. So by
-# the number of waves, which is a model: not timed. Other families' tiles have 64 rows already, or were not counted.
-HALVED = ("ampere", "ada")
 Entry = tuple[str, str, int, int]  # kernel, target, head dim up to, bytes of an element
 # What tune.use has put in the place of the table: empty until somebody asks for it.
 TUNED: dict[Entry, Config] = {}
@@ -127,9 +121,7 @@ def _interpreter(M: int, N: int) -> Config:
     return Config(128, 128) if longest <= 512 else Config(256, 512)
 
 
-def candidates(
-    kernel: str, target: str, D: int, itemsize: int, M: int, N: int, kind: str = "plain", few: bool = False
-) -> tuple[Config, ...]:
+def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int, kind: str = "plain") -> tuple[Config, ...]:
     """Tilings to try for a kernel, best first.
 
     Args:
@@ -137,9 +129,8 @@ def candidates(
         target: sm_80, gfx942 ..., or interpreter.
         D: the larger of the two head dims.
         itemsize: bytes of an element of q, k and v.
-        M, N: query and key lengths: for the interpreter's tiles only.
+        M, N: query and key lengths: for the interpreter's tiles only, for a new length compiles no new kernel on a GPU.
         kind: of KINDS.
-        few: whether the programs of the first candidate without it are fewer than the card's multiprocessors.
 
     Returns:
         The table's entry, or what tune.use has put in its place, and then ever smaller ones.
@@ -150,8 +141,6 @@ def candidates(
         return (_interpreter(M, N),)
     found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in ("plain", "ieee", "tf32") else None
     first = found or _first(SAME_TILES.get(kernel, kernel), family(target), bucket(D), itemsize, kind)
-    if few and not found and kind == "plain" and family(target) in HALVED:
-        first = _halved(kernel, first)
     result = [first]
     while result[-1] != SMALLEST:
         result.append(_smaller(result[-1]))
@@ -167,12 +156,6 @@ def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
     for _ in range((itemsize // 2).bit_length() - 1):
         first = _smaller(first)
     return first
-
-
-def _halved(kernel: str, config: Config) -> Config:
-    """Half the rows that programs divide among them, and 4 warps at most."""
-    m, n, warps, stages = config
-    return Config(m, n // 2, min(warps, 4), stages) if kernel == "dkdv" else Config(m // 2, n, min(warps, 4), stages)
 
 
 def _smaller(config: Config) -> Config:

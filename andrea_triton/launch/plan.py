@@ -19,7 +19,6 @@ from andrea_triton.kernels.numerics import FP32, FP64, constant
 from andrea_triton.kernels.scores import Terms
 from andrea_triton.kernels.tile import Attention
 from andrea_triton.kernels.views import PAD, Matrix, Sizes, View
-from andrea_triton.launch.cards import CARDS
 from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.descriptors import described, with_descriptors
 from andrea_triton.problem import Problem, accumulator
@@ -156,15 +155,11 @@ def attention(problem: Problem, precision: str) -> Attention:
 
 
 def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, target: str, **constexprs: int) -> Launch:
-    """A Launch of a kernel with the best tiling for a target: of two at most, whatever the lengths, so that new lengths compile a
-    kernel at most once more. Raises UnsupportedError for more blocks than a grid can hold."""
+    """A Launch of a kernel with the best tiling for a target. Raises UnsupportedError for more blocks than a grid can hold."""
     named = dict(zip(kernel.arg_names, args, strict=False))
     by_descriptor = described(name, named, problem, target)
-    asked = (name, target, max(problem.D, problem.DV), problem.dtype.itemsize, *lengths(problem))
     what = kind(problem, named["attention"].precision.value)
-    configs = candidates(*asked, what)
-    if target in CARDS and math.prod(grid(name, args, problem, configs[0])) < CARDS[target].sms:
-        configs = candidates(*asked, what, True)
+    configs = candidates(name, target, max(problem.D, problem.DV), problem.dtype.itemsize, *lengths(problem), what)
     return tiled(Launch(name, kernel, args, constexprs, (0, 0), configs[0], configs, by_descriptor), problem, configs[0])
 
 

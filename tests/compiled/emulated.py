@@ -20,7 +20,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from andrea_triton import target as targets
 from andrea_triton.launch import compile as compiler
-from andrea_triton.launch import configs, run
+from andrea_triton.launch import run
 from andrea_triton.launch.configs import Config
 from andrea_triton.launch.descriptors import without_descriptors
 from andrea_triton.launch.plan import Launch, tiled
@@ -71,7 +71,7 @@ def start(launch: Launch, target: str, rewrite: Rewrite | None = None) -> None:
 @contextmanager
 def emulated(
     target: str = "sm_80", tiles: Tiles | None = None, rewrite: Rewrite | None = None, begun: Begun | None = None,
-    precision: str = "ieee", few: bool = False,
+    precision: str = "ieee",
 ) -> Iterator[list[str]]:  # fmt: skip
     """Within it backend="interpreter" means compiled kernels in the emulator.
 
@@ -81,8 +81,6 @@ def emulated(
         rewrite: changes the PTX that is run.
         begun: called before each launch.
         precision: how fp32 is multiplied: ieee or tf32.
-        few: whether calls with few programs take the smaller tiles that the library has for them; else, so that the tiles of
-            larger calls are run too, they do not.
 
     Yields:
         Names of the kernels that were run.
@@ -106,6 +104,4 @@ def emulated(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "execute", execute)
         patch.setattr(targets, "target_of", lambda device: target)
-        if not few:
-            patch.setattr(configs, "HALVED", ())
         yield names

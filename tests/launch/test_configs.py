@@ -11,7 +11,6 @@ from andrea_triton.launch.configs import (
     DELTA,
     FAMILIES,
     HALF,
-    HALVED,
     KINDS,
     SMALLEST,
     SPECIAL,
@@ -134,18 +133,6 @@ def test_a_kind_without_an_entry_takes_the_table() -> None:
         assert found == candidates("forward", "gfx942", 64, itemsize, 1024, 1024)
     assert candidates("dkdv", "sm_80", 64, 2, 1024, 1024, "window")[0] != candidates("dkdv", "sm_80", 64, 2, 1024, 1024)[0]
     assert candidates("dbias", "sm_80", 64, 2, 9, 9, "matrix") == candidates("dq", "sm_80", 64, 2, 9, 9, "matrix")
-
-
-@pytest.mark.parametrize("D", HEAD_DIMS)
-@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90", "gfx942", "unknown"])
-def test_few_programs_get_half_the_rows(target: str, D: int) -> None:
-    for kernel in ("forward", "dkdv", "dq"):
-        many, few = (candidates(kernel, target, D, 2, 1024, 1024, few=few)[0] for few in (False, True))
-        divided, walked = (1, 0) if kernel == "dkdv" else (0, 1)
-        if family(target) in HALVED:
-            assert few[divided] == max(16, many[divided] // 2) and few[walked] == many[walked] and few.num_warps <= 4
-        else:
-            assert few == many
 
 
 def test_tiles_of_the_interpreter() -> None:
