@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from andrea_triton import ShapeError, UnsupportedError, attention, varlen_attention
+from andrea_triton import KVCache, ShapeError, UnsupportedError, attention, decode_attention, varlen_attention
 from andrea_triton.testing import Case, Inputs, assert_accurate, attend_reference, cast, check, guard_band, make_inputs, run
 
 BACKENDS = ["torch"] + ["interpreter"] * (find_spec("triton") is not None)
@@ -137,6 +137,19 @@ def test_c15_huge_strides(backend: str, dim: int) -> None:
         got = check(inputs._replace(**{name: view.copy_(getattr(inputs, name))}), by(backend), name)
         if backend == "interpreter":
             assert all(a is b or torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), name
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "rows"])
+def test_c15_a_cache_with_huge_strides(backend: str, dim: int) -> None:
+    cache, far = KVCache(2, 2, 3, 16, dtype=F16), 2**31 + 64
+    cache.append(randn(2, 2, 3, 16, dtype=F16), randn(2, 2, 3, 16, dtype=F16))
+    q = randn(2, 4, 1, 16, dtype=F16)
+    wanted = decode_attention(q, cache, backend=backend)
+    strides = [far if i == dim else stride for i, stride in enumerate((128, 64, 16, 1))]
+    cache._k, cache._v = (
+        torch.empty(3 * far + 256, dtype=F16).as_strided((2, 2, 4, 16), strides).copy_(t) for t in (cache._k, cache._v)
+    )
+    assert torch.equal(decode_attention(q, cache, backend=backend), wanted)
 
 
 def test_c15_a_bias_whose_columns_lie_far_apart(backend: str) -> None:

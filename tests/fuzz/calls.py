@@ -16,7 +16,10 @@ from andrea_triton.testing import Case, Inputs, guard_band, make_inputs
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32, torch.float64)
 VALUES = ("normal", "peaked", "constant", "zero", "denormal", "huge", "one token", "steps")
-LAYOUTS = ("heads", "rows", "guarded", "features first", "every second feature", "one batch entry", "one row", "gaps")
+LAYOUTS = (
+    "heads", "rows", "guarded", "features first", "every second feature", "one batch entry", "one head", "one row", "gaps",
+    "odd strides", "overlapping rows",
+)  # fmt: skip
 INF = float("inf")
 
 
@@ -181,6 +184,15 @@ def _laid_out(t: Tensor, layout: str, rows: int) -> Tensor:
             if (t.numel())
             else t
         )
+    if layout == "odd strides":  # of rows, where the features are even: no address but the first is aligned
+        return torch.nn.functional.pad(t, (0, 1))[..., :-1]
+    if layout == "overlapping rows" and t.numel():  # each starts one element after the one before
+        by_rows = t.movedim(rows, -2)
+        line = torch.cat([by_rows[..., 0, :], by_rows[..., 1:, -1]], -1)
+        return line.unfold(-1, t.shape[-1], 1).movedim(-2, rows)
+    heads = -2 if rows == -3 else 1
+    if layout == "one head" and t.shape[heads]:
+        return t.narrow(heads, 0, 1).expand(t.shape)
     if layout == "one batch entry" and t.shape[0]:
         return t[:1].expand(t.shape)
     if layout == "one row" and t.shape[rows]:
