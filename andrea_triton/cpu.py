@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .problem import Problem, accumulator, output_shape
+from .problem import Extras, Problem, accumulator, output_shape
 from .reference import reference
+from .spec import AttentionSpec
 
 LARGEST_BIAS = 2.0**14  # beyond it lse in fp32 no longer resolves the logarithm of the row sum
 ROWS = 128  # of a block of the backward
@@ -25,16 +26,12 @@ TILE = 2**20  # scores that the backward holds at a time, unless a single block 
 def fused(problem: Problem, q: Tensor, k: Tensor) -> bool:
     """Whether PyTorch's fused CPU attention gives this problem's answer, in every row."""
     extras, spec = problem.extras, problem.spec
-    other = (
-        spec.softcap,
-        extras.slopes,
-        extras.sinks,
-        extras.key_lengths,
-        extras.score,
-        extras.mask,
-        extras.cu_seqlens_q,
-    )
-    if problem.device.type != "cpu" or any(x is not None for x in other) or spec.dropout_p > 0.0 or problem.scale <= 0:
+    # What it knows is named; a setting or tensor that is not, one made tomorrow too, goes the dense way.
+    known_spec = AttentionSpec(left=spec.left, right=spec.right, q_start=spec.q_start, scale=spec.scale, precise=spec.precise)
+    known_extras = Extras(bias=extras.bias, keep=extras.keep)
+    if problem.device.type != "cpu" or spec != known_spec or any(x is not y for x, y in zip(extras, known_extras, strict=True)):
+        return False
+    if problem.scale <= 0:
         return False
     if problem.D != problem.DV or 0 in (problem.B, problem.HQ, problem.M, problem.N):
         return False

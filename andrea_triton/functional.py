@@ -135,9 +135,8 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, *, causal: bool = False,
     scale: float | None = None, window: Window = None, q_start: int | None = None, softcap: float | None = None,
     alibi: Tensor | None = None, sinks: Tensor | None = None, score: Score | None = None, mask: Mask | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats:
-        bool = False,
-    validate: bool = False, backend: str | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False,
+    return_stats: bool = False, validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of sequences packed one after the other: sequence s owns the rows cu_seqlens[s] up to cu_seqlens[s + 1].
 
@@ -284,7 +283,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None) -> E
         ShapeError, DTypeError, UnsupportedError: as `attention`.
 
     Source:
-        DESIGN of the backends: kernels where the device runs them, PyTorch's own attention on the CPU.
+        README, the table of backends: kernels where the device runs them, PyTorch's own attention on the CPU.
 
     Example:
         >>> x = torch.randn(1, 2, 4, 8)

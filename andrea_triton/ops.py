@@ -20,7 +20,6 @@ from .reference import reference
 from .spec import AttentionSpec
 
 PLAIN = (Tensor, torch.nn.Parameter)
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Attend(torch.autograd.Function):
@@ -59,6 +58,7 @@ class Attend(torch.autograd.Function):
 
 
 # The operators. Their arguments are a problem taken apart: what a graph can carry, tensors and numbers.
+TENSORS = 11  # q, k, v and the tensors of take_apart; the numbers follow
 
 
 def take_apart(problem: Problem, bias: Tensor | None, backend: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -183,8 +183,8 @@ class Traced(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep the operator's tensors and numbers, and its results."""
-        ctx.save_for_backward(*inputs[:11], *output)
-        ctx.numbers = inputs[11:]
+        ctx.save_for_backward(*inputs[:TENSORS], *output)
+        ctx.numbers = inputs[TENSORS:]
         ctx.mark_non_differentiable(output[2], output[3])
         ctx.set_materialize_grads(False)
 
@@ -192,13 +192,14 @@ class Traced(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         """Call the backward operator."""
         kept = ctx.saved_tensors
-        inputs, saved = kept[:11], kept[11:]
+        inputs, saved = kept[:TENSORS], kept[TENSORS:]
+        rest = (None,) * (TENSORS - 5 + len(ctx.numbers))  # of 5 inputs there are gradients
         if dout is None and dlse is None:
-            return (None,) * 21
+            return (*(None,) * 5, *rest)
         needs = list(ctx.needs_input_grad[:5])
         call = backward_op if torch.compiler.is_compiling() else TracedBackward.apply
         grads = call(dout, dlse, *saved, needs, *inputs, *ctx.numbers)
-        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 16)
+        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *rest)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

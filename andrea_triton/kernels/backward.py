@@ -14,13 +14,13 @@ from andrea_triton.kernels.views import PAD, Head, load_tile, program, row_point
 
 class Rows(NamedTuple):
     """Per-query numbers: p = exp2(exponent(s, pivot)) norm; norm is None when folded into the pivot. Contiguous
-    [B,HQ,blocks PAD]; padding rows hold pivot inf, norm 0, delta 0, so that they are read without masks and give p = 0."""
+    [B,HQ,blocks * PAD]; padding rows hold pivot inf, norm 0, delta 0, so that they are read without masks and give p = 0."""
 
     pivot: Any
     norm: Any
     delta: Any
-    blocks: Any
-    batch: Any
+    blocks: Any  # of PAD rows, for each head
+    batch: Any  # entries; packed sequences are one
 
 
 @triton.jit
@@ -39,11 +39,11 @@ def load_rows(ptr, base, row, ROWS: tl.constexpr):
 def delta(o, do, totals, dlse, rows, attention, BLOCK_M: tl.constexpr):
     """Pivot, norm and delta of one block of queries.
 
-    The sums are the diagonal of dO O^T, by the matrix product that makes dP: for a query that sees one key O = v and dP -
-    delta is 0.
+    Not sum(dO * O, 1) but the diagonal of dO O^T, by the matrix product that makes dP: a query that sees one key has O = v, and
+    as both sums are then rounded alike, dP - delta is exactly 0.
 
     Maths:  delta = rowsum(dO O) - dlse; p = exp2(s - pivot) norm. A row with row_sum = 0 gets p = 0.
-    Shapes: o do [B,HQ,M,DV]  totals dlse [B,HQ,M], dlse may be None  rows [B,HQ,blocks PAD]
+    Shapes: o do [B,HQ,M,DV]  totals dlse [B,HQ,M], dlse may be None  rows [B,HQ,blocks * PAD]
     Grid:   (B HQ, M rounded up to PAD / BLOCK_M)
     Source: arXiv 2307.08691 (FlashAttention-2), section 3.1.2."""
     block, h, b = program(attention.sizes.heads)
@@ -87,8 +87,8 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def gather(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
-           BLOCK_M: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
+def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
+                 BLOCK_M: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
     """(dk, dv) after the full query blocks of the span, or (CHECK) its edges. Tiles are transposed: P^T, dS^T stay in
     registers."""
     rows, base = queries.rows, queries.base
@@ -120,7 +120,7 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
     """dk and dv of one block of keys.
 
     Maths:  dv = P^T dO; dS = P (dP - delta), dP = dO v^T; dk = scale dS^T q, summed over the GROUP query heads of a key head.
-    Shapes: q [B,HQ,M,D]  do [B,HQ,M,DV]  k dk_out [B,HKV,N,D]  v dv_out [B,HKV,N,DV]  rows [B,HQ,blocks PAD]
+    Shapes: q [B,HQ,M,D]  do [B,HQ,M,DV]  k dk_out [B,HKV,N,D]  v dv_out [B,HKV,N,DV]  rows [B,HQ,blocks * PAD]
     Grid:   (B HKV, cdiv(N, BLOCK_N)); the first keys first: under a causal band the most queries see them.
     Source: arXiv 2307.08691 (FlashAttention-2), algorithm 2."""
     sizes, band = attention.sizes, attention.band
@@ -143,8 +143,8 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
         h = kv_head * GROUP + g
         queries = Queries(Head(q, seq.batch, h, seq.first_q), Head(do, seq.batch, h, seq.first_q), rows,
                           rows_at(rows, h, sizes, seq))  # fmt: skip
-        dk, dv = gather(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, True)
-        dk, dv = gather(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, False)
+        dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, True)
+        dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, False)
 
     end = seq.N
     if sizes.key_lengths is not None:
@@ -165,8 +165,8 @@ def dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, tot
 
 
 @triton.jit
-def scatter(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, span, attention,
-            BLOCK_N: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
+def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, span, attention,
+              BLOCK_N: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
     """dq after the full key blocks of the span, or (CHECK) its edges."""
     first, last = bounds(span, CHECK)
     for i in tl.range(first, last, BLOCK_N):
@@ -185,7 +185,7 @@ def dq(q, k, v, do, rows, dq_out, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     """dq of one block of queries.
 
     Maths:  dq = scale dS k, dS = P (dP - delta), dP = dO v^T.
-    Shapes: q dq_out [B,HQ,M,D]  do [B,HQ,M,DV]  k [B,HKV,N,D]  v [B,HKV,N,DV]  rows [B,HQ,blocks PAD]
+    Shapes: q dq_out [B,HQ,M,D]  do [B,HQ,M,DV]  k [B,HKV,N,D]  v [B,HKV,N,DV]  rows [B,HQ,blocks * PAD]
     Grid:   (B HQ, cdiv(M, BLOCK_M)), the last queries first.
     Source: arXiv 2307.08691 (FlashAttention-2), algorithm 2."""
     sizes = attention.sizes
@@ -211,6 +211,6 @@ def dq(q, k, v, do, rows, dq_out, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     total = load_rows(rows.delta, base, row, BLOCK_M)[:, None]
 
     acc = tl.zeros([BLOCK_M, COLS], attention.acc)
-    acc = scatter(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, False)
-    acc = scatter(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, True)
+    acc = over_keys(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, False)
+    acc = over_keys(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, True)
     store_tile(Head(dq_out, seq.batch, h, seq.first_q), row, seq.M, acc * attention.scale, attention.D)

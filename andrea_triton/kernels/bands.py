@@ -1,6 +1,7 @@
 """Who sees whom: key position k is visible to query position q when k in [q - left, q + right]. None = open side.
 
-Causal attention is right = 0. To change the mask by position, change `visible` and, so that no block is missed, the spans."""
+Causal attention is right = 0. To change the mask by position, change `visible` and, so that no block is missed, the spans; and,
+for the same rule elsewhere, key_range in decode.py, reference.py (the definition) and cpu.py."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ class Band(NamedTuple):
 class Span(NamedTuple):
     """Block starts: in [full_lo, full_hi) all pairs are visible, in [edge_lo, edge_hi) they are to be checked.
     A band with a left limit has two edges, before and after the full blocks: there [edge_lo, edge_hi) is both, joined end
-    to end, and block_at jumps over the full blocks."""
+    to end, and block_at jumps over the full blocks. With edges [0, 2) and [5, 6) around full blocks [2, 5), in units of a block:
+    Span(2, 5, 0, 3), whose loop indices 0, 1, 2 stand for the blocks 0, 1, 5."""
 
     full_lo: Any
     full_hi: Any
@@ -29,7 +31,7 @@ class Span(NamedTuple):
 @triton.jit
 def visible(band, q_pos, k_pos, N):
     """Visibility of keys to queries (shapes broadcast). Both right limits are one number per query: one compare a side."""
-    last = N - 1 + 0 * q_pos
+    last = N - 1 + 0 * q_pos  # of the shape of q_pos
     if band.right is not None:
         last = tl.minimum(q_pos + band.right, N - 1)
     keep = k_pos <= last
@@ -75,6 +77,7 @@ def query_span(band, k_first, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)
         lo = tl.minimum(k_first - band.right - seq.q_start, seq.M)
         full_lo = round_up(tl.minimum(lo + BLOCK_N - 1, seq.M), BLOCK_M)
     if band.left is None:
+        # To the end: rows behind it weigh nothing (Rows), so that a ragged block needs masked loads only (TAIL in backward.py).
         return Span(full_lo, seq.M, round_down(lo, BLOCK_M), full_lo)
     else:
         last = k_first + band.left - seq.q_start

@@ -31,7 +31,7 @@ def logits(s, b, h, q_pos, k_pos, seq, heads, terms, FAST: tl.constexpr):
         s = terms.cap * tanh(s * (1 / terms.cap), FAST)
     capped = s
     row = tl.minimum(q_pos - seq.q_start, seq.M - 1)
-    col = tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
+    col = tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)  # there may be no key; a program always has a query
     if terms.score is not None:
         s = terms.score(s, b, h, row + seq.q_start, col, *terms.score_args)
     if terms.slopes is not None:

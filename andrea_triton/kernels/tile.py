@@ -25,13 +25,14 @@ class Attention(NamedTuple):
     DV: Any  # constexpr: head dim of v and o
     acc: Any  # constexpr type of sums
     precision: Any  # constexpr: how fp32 is multiplied (ieee, tf32)
-    exact: Any  # constexpr: scores are made before the maximum; False: bare products, scale > 0, left to softmax.exponent
+    exact: Any  # constexpr: logits are made before the maximum; False: bare products, as right, that softmax.exponent scales
     rounded: Any  # constexpr: the row sum adds the weights as rounded for the second product
 
 
 @triton.jit
 def logits_tile(x, y, q_pos, k_pos, b, h, seq, attention, CHECK: tl.constexpr):
-    """(logits, capped) of one tile: x y^T, terms, band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its transpose."""
+    """(logits, capped) of one tile: x y^T, terms, band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its transpose. Where
+    attention.exact is False there are no terms, and both are products that nobody has scaled yet."""
     FAST: tl.constexpr = x.dtype.primitive_bitwidth < 32
     s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision)
     capped = s

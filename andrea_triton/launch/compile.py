@@ -54,9 +54,8 @@ class Argument(NamedTuple):
 
 
 def describe(x: Any, aligned: bool = False) -> Argument | tuple[Any, ...]:
-    """The Argument of a value, or a tuple of them for a tuple. Strides of a View are hinted all or none: with a row stride
-    that is
-    not divisible by 16 the others help nothing, and whether they are may change with the length.
+    """The Argument of a value, or a tuple of them for a tuple. Strides of a View are hinted all or none: with a row stride that
+    is not divisible by 16 the others help nothing, and whether they are may change with the length.
 
     Raises:
         CompileError: no kernel can take such a value."""

@@ -61,13 +61,15 @@ SOURCE: dict[str, Planted] = {
     "wrong head in GQA, dkdv": Planted(backward.dkdv, "kv_head * GROUP + g", "kv_head * GROUP"),
     "wrong stride": Planted(views.tile_pointers, "t[:, None] * v.stride_t", "t[:, None] * (v.stride_t - 1)"),
     "wrong batch and head": Planted(views.program, "head % heads, head // heads", "head // heads, head % heads"),
-    "delta forgotten": Planted(backward.gather, "dpt - load_rows(rows.delta, base, m, BLOCK_M)[None, :]", "dpt"),
+    "delta forgotten": Planted(backward.over_queries, "dpt - load_rows(rows.delta, base, m, BLOCK_M)[None, :]", "dpt"),
     "scale forgotten, dk": Planted(backward.dkdv, "dk * attention.scale", "dk"),
     "scale forgotten, dq": Planted(backward.dq, "acc * attention.scale", "acc"),
     "dlse forgotten": Planted(backward.delta, "if dlse is not None:", "if False:"),
     "derivative of the softcap": Planted(scores.product_grad, "1 - t * t", "1 - t", TERMS),
     "dropout by another position": Planted(dropout.kept, "(q_pos + zero)", "(k_pos + zero)", TERMS),
-    "dropout of gradients forgotten": Planted(backward.gather, "dpt = drop(dpt, q_pos, k_pos, b, h, attention)", "pass", TERMS),
+    "dropout of gradients forgotten": Planted(
+        backward.over_queries, "dpt = drop(dpt, q_pos, k_pos, b, h, attention)", "pass", TERMS
+    ),
     "one round fewer of the generator": Planted(dropout.philox, "static_range(10)", "static_range(9)", TERMS),
     "a part of the keys left out": Planted(decode.key_range, "(split + 1) * part", "split * part + part // 2", DECODE),
     "start of a window forgotten": Planted(decode.key_range, "band.left, 0)", "band.left + BLOCK_N, 0)", DECODE),
