@@ -37,7 +37,8 @@ Results are JSON lines and go, with their plots, to bench/results/local/, which 
 
 SWEEPS = ("T", "batch", "heads", "dim", "dtype", "window", "gqa")
 MODES = ("forward", "backward", "both")
-STATIC_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
+STATIC = """Count the calls of the committed table, all or some: about half a minute each on one core, most of it compiling, which
+Triton keeps for the next time. `python -m andrea_triton.launch.report` counts any other call."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,13 +59,13 @@ def make_parser() -> argparse.ArgumentParser:
     gpu.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder of the results, written step by step")
     gpu.add_argument("--minutes", type=float, default=10.0, metavar="N", help="time budget (default: 10)")
     gpu.add_argument("--smoke", action="store_true", help="the whole path on tiny shapes, on a CPU where there is no GPU")
-    static = commands.add_parser("static", help="compile for every card without a GPU, count the machine code, plot it")
-    static.add_argument("--targets", nargs="+", default=list(STATIC_TARGETS), choices=STATIC_TARGETS, metavar="NAME",
-                        help=f"any of {', '.join(STATIC_TARGETS)} (default: all)")  # fmt: skip
-    static.add_argument("--d", nargs="+", type=int, default=[64], metavar="D", help="head dims (default: 64)")
-    static.add_argument("--dtype", nargs="+", default=["bf16"], choices=("fp16", "bf16", "fp32"), metavar="NAME",
-                        help="fp16, bf16, fp32 (default: bf16)")  # fmt: skip
-    static.add_argument("--out", type=Path, metavar="FILE", help="results (default: bench/results/static.jsonl)")
+    static = commands.add_parser("static", help="compile for every card without a GPU, count the machine code, plot it",
+                                 description=STATIC)  # fmt: skip
+    for name, kind, example in (("targets", str, "sm_80"), ("d", int, "64"), ("dtype", str, "bf16"), ("variant", str, "causal")):
+        static.add_argument(f"--{name}", nargs="+", type=kind, default=[], metavar="X",
+                            help=f"only calls of the table with one of these, such as {example}")  # fmt: skip
+    static.add_argument("--out", type=Path, metavar="FILE", help="results (default: bench/results/static.jsonl); lines that "
+                        "it has of other calls stay")  # fmt: skip
     return parser
 
 
@@ -114,16 +115,18 @@ def plot_file(file: Path, out: Path | None, compare: Path | None) -> int:
 
 
 def static(options: argparse.Namespace) -> int:
-    """Count and draw; plots of the committed table lie beside it."""
-    from bench.run import plots_message, shown
-    from bench.static import FILE, count_all, draw_static
+    """Count and draw. Of the committed table only the home shape's plot is committed, beside it."""
+    from bench.run import RESULTS, plots_message, shown
+    from bench.static import FILE, count_all, draw_home, draw_static, wanted
 
     file = options.out or FILE
-    rows = count_all(options.targets, options.d, options.dtype, file)
+    rows = count_all(wanted(options.targets, options.d, options.dtype, options.variant), file)
     wrong = [row for row in rows if row["error"]]
     for row in wrong:
-        print(f"{row['target']}, D = {row['D']}, {row['dtype']}: {row['error']}")
-    print(f"Results: {shown(file)}\n{plots_message(draw_static(rows, file.parent))}")
+        print(f"{row['target']}, D = {row['D']}, {row['dtype']}, {row['variant']}: {row['error']}")
+    if file == FILE:
+        draw_home(rows, file.with_suffix(".png"))
+    print(f"Results: {shown(file)}\n{plots_message(draw_static(rows, RESULTS if file == FILE else file.parent))}")
     return int(bool(wrong))
 
 

@@ -1,4 +1,7 @@
-"""What the compiler made of the kernels, counted without a GPU: `python -m bench static` writes JSON lines and draws them."""
+"""What the compiler made of the kernels, counted without a GPU: `python -m bench static` writes JSON lines and draws them.
+
+The committed table, results/static.jsonl, is what tests/launch/test_static.py holds later kernels against.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,103 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.plot import save
-from bench.style import Theme, legend_below, log_axis, new_figure, plain, style
+from bench.style import THEMES, Theme, legend_below, log_axis, new_figure, plain, style
 
 Row = dict[str, Any]
+Call = tuple[str, int, str, str]  # target, head dim, dtype, variant
 FILE = Path(__file__).parent / "results" / "static.jsonl"
 KERNELS = {"forward": "forward", "dkdv": "backward: dk, dv", "dq": "backward: dq"}
 BAR = 0.8 / len(KERNELS)
+LENGTH, WINDOW = 1024, 256  # queries and keys of a counted call, and keys that a query sees in the variant window
+
+TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
+DIMS = (32, 64, 128)
+WIDE_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90")
+VARIANT_TARGETS = ("sm_80", "sm_89", "sm_90")
+VARIANTS = ("window", "gqa", "softcap", "bias", "alibi", "sinks")
+# What the committed table holds: the plain causal call in 16 bits everywhere; in fp32, by IEEE's rules and in TF32, where people
+# train; and what else a call can ask for, at the home head dim.
+CALLS: tuple[Call, ...] = (
+    *itertools.product(TARGETS, DIMS, ("bf16", "fp16"), ("causal",)),
+    *itertools.product(WIDE_TARGETS, DIMS, ("fp32", "tf32"), ("causal",)),
+    *itertools.product(VARIANT_TARGETS, (64,), ("bf16",), VARIANTS),
+)
 
 
-def count_all(targets: Sequence[str], dims: Sequence[int], dtypes: Sequence[str], file: Path) -> list[Row]:
-    """Compile the plain causal call, forward and backward, for each target and head dim, and count its machine code.
+def wanted(targets: Sequence[str], dims: Sequence[int], dtypes: Sequence[str], variants: Sequence[str]) -> list[Call]:
+    """The calls of the table that have one of each. An empty sequence asks for all.
+
+    Raises:
+        ValueError: there is none.
+    """
+    asked = (targets, dims, dtypes, variants)
+    found = [call for call in CALLS if all(not some or value in some for value, some in zip(call, asked, strict=True))]
+    if not found:
+        raise ValueError(f"the table has no call with all of {asked}; python -m andrea_triton.launch.report counts any call")
+    return found
+
+
+def call_of(row: Row) -> Call:
+    """The call that a line is of."""
+    return row["target"], row["D"], row["dtype"], row["variant"]
+
+
+def count_all(calls: Sequence[Call], file: Path) -> list[Row]:
+    """Compile calls, forward and backward, and count their machine code.
 
     Args:
-        targets: names such as sm_80.
-        dims: head dims.
-        dtypes: fp16, bf16, fp32.
-        file: where a JSON line per kernel goes.
+        calls: what to count.
+        file: where a JSON line per kernel goes, in the place of the lines that it has of the same calls; others stay.
 
     Returns:
-        The lines.
+        All lines of the file.
     """
     from tqdm import tqdm
 
     from andrea_triton.launch.report import as_json, count
 
-    calls = list(itertools.product(targets, dims, dtypes))
-    lines: list[str] = []
-    for target, dim, dtype in tqdm(calls, desc="compiling", unit="call", ascii=" ="):
-        lines += [as_json(row) for row in count(target, dim, dtype, "causal", 1024)]
+    kept = [row for row in read_rows(file) if call_of(row) not in set(calls)] if file.exists() else []
+    for target, dim, dtype, variant in tqdm(calls, desc="compiling", unit="call", ascii=" ="):
+        kept += [json.loads(as_json(row)) for row in count(target, dim, dtype, variant, LENGTH)]
+        write_rows(kept, file)
+    return read_rows(file)
+
+
+def write_rows(rows: Sequence[Row], file: Path) -> None:
+    """Write a line per row, in the order of CALLS."""
+    order = {call: place for place, call in enumerate(CALLS)}
+    rows = sorted(rows, key=lambda row: order.get(call_of(row), len(order)))
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return [json.loads(line) for line in lines]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_rows(file: Path) -> list[Row]:
     """The lines of a file that count_all, or `python -m andrea_triton.launch.report --json`, wrote."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def tiles(row: Row) -> tuple[int, int]:
+    """(full, edge): how many tiles of one head of a counted call all pairs see, and how many some do."""
+    rows, cols = row["BLOCK_M"], row["BLOCK_N"]
+    farthest = WINDOW - 1 if row["variant"] == "window" else LENGTH
+    full = edge = 0
+    for q, k in itertools.product(range(0, LENGTH, rows), range(0, LENGTH, cols)):
+        least, most = q - (k + cols - 1), q + rows - 1 - k  # how far a query of the tile lies behind a key of it
+        whole = least >= 0 and most <= farthest
+        full += whole
+        edge += most >= 0 and least <= farthest and not whole
+    return full, edge
+
+
+def cycles(row: Row, way: str) -> float:
+    """Modelled cycles of an SM per score element of the tiles that a counted call visits; way: overlap or serial."""
+    full, edge = tiles(row)
+    return float((full * row["full"][way] + edge * row["edge"][way]) / (full + edge))
 
 
 def targets_of(rows: Iterable[Row]) -> list[str]:
@@ -98,7 +158,7 @@ def draw(rows: Sequence[Row], dim: int, dtype: str, theme: Theme) -> Figure:
         style(axes, theme, title)
         axes.grid(False, axis="x")
         axes.set_xticks(range(len(targets)), targets)
-        axes.tick_params(axis="x", labelsize=8)
+        axes.tick_params(axis="x", labelsize=7, labelrotation=30)
         axes.set_ylabel(unit)
     log_axis(grid[0][0], plain)
     mark_spills(grid[1][0], rows, theme)
@@ -117,6 +177,12 @@ def mark_spills(axes: Axes, rows: Sequence[Row], theme: Theme) -> None:
                 top = pick(rows, kernel, target, lambda row: row["registers"])
                 where = x + (index - (len(KERNELS) - 1) / 2) * BAR
                 axes.text(where, top, f"{spills:.0f}", ha="center", va="bottom", fontsize=7, color=theme.ink)
+
+
+def draw_home(rows: Sequence[Row], file: Path) -> None:
+    """Draw the home shape alone (D = 64, bf16), for light pages."""
+    with matplotlib.rc_context({"font.size": 10, "axes.unicode_minus": False}):
+        draw([row for row in rows if not row["error"]], 64, "bf16", THEMES[0]).savefig(file, dpi=125)
 
 
 def draw_static(rows: Sequence[Row], folder: Path) -> list[Path]:
