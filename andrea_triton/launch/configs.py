@@ -88,7 +88,8 @@ SPECIAL = {
     ("dq", "ada", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
     ("dq", "hopper", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
     ("forward", "ampere", "tf32"): {64: C(128, 32)},
-    ("forward", "ada", "tf32"): {64: C(128, 32)},
+    ("forward", "ada", "tf32"): {64: C(128, 32), 128: C(32, 64, 8)},
+    ("dq", "ada", "tf32"): {128: C(32, 32, 8)},
     ("dq", "hopper", "tf32"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1)},
 }
 # plain: bare products, two bytes or eight. window: keys end on the left. terms: softcap, the caller's score or mask. matrix: a
