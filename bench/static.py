@@ -160,7 +160,8 @@ def draw(rows: Sequence[Row], dim: int, dtype: str, theme: Theme) -> Figure:
         axes.set_xticks(range(len(targets)), targets)
         axes.tick_params(axis="x", labelsize=7, labelrotation=30)
         axes.set_ylabel(unit)
-    log_axis(grid[0][0], plain)
+    if any(bar.get_height() > 0 for bar in grid[0][0].patches):  # plain arithmetic has no modelled speed
+        log_axis(grid[0][0], plain)
     mark_spills(grid[1][0], rows, theme)
     legend_below(figure, [grid[0][1]], theme)
     return figure
@@ -176,7 +177,7 @@ def mark_spills(axes: Axes, rows: Sequence[Row], theme: Theme) -> None:
             if spills:
                 top = pick(rows, kernel, target, lambda row: row["registers"])
                 where = x + (index - (len(KERNELS) - 1) / 2) * BAR
-                axes.text(where, top, f"{spills:.0f}", ha="center", va="bottom", fontsize=7, color=theme.ink)
+                axes.text(where, top, f"{spills:.0f}", ha="center", va="bottom", fontsize=6, color=theme.ink)
 
 
 def draw_home(rows: Sequence[Row], file: Path) -> None:
