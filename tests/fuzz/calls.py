@@ -160,7 +160,8 @@ def _valued(t: Tensor, values: str, rows: int, room: int) -> Tensor:
         "peaked": lambda: wide * 30,
         "constant": lambda: wide.narrow(rows, 0, min(1, t.shape[rows])).expand(t.shape),
         "zero": lambda: wide * 0,
-        "denormal": lambda: wide * limits.tiny,
+        # Of fp64 those of fp32, for a run in fp32 is its yardstick and must hold them.
+        "denormal": lambda: wide * max(limits.tiny, torch.finfo(torch.float32).tiny if t.dtype == torch.float64 else 0.0),
         "huge": lambda: wide.clamp(-2, 2) * min((limits.max / room) ** 0.5, 1e18),
         "one token": lambda: wide * (torch.arange(t.shape[rows]) == t.shape[rows] // 2).view(-1, *[1] * (-rows - 1)),
         "steps": lambda: wide.round(),
