@@ -32,7 +32,8 @@ class Drawn:
         dtype: of q, k and v.
         values: of q, k, v and dout: one of VALUES each.
         layouts: in memory, of q, k, v and dout: one of LAYOUTS each.
-        bias_values: "normal", "-inf" (some entries), "-inf rows", "lowest rows" (the lowest finite float), "large".
+        bias_values: "normal", "-inf" (some entries), "-inf rows", "lowest rows" (the lowest finite float; of
+            fp64 that of fp32, for its yardstick), "large".
         bias_dtype: of a bias, where it is wider than that of q.
         slopes_of_batch: ALiBi slopes (B, HQ) rather than (HQ,).
         precise: as in attention.
@@ -209,7 +210,7 @@ def _bias(bias: Tensor, drawn: Drawn) -> Tensor:
     if drawn.bias_values == "-inf rows":
         return bias.masked_fill(rows, -INF)
     if drawn.bias_values == "lowest rows":
-        return bias.masked_fill(rows, max(torch.finfo(drawn.dtype).min, torch.finfo(bias.dtype).min))
+        return bias.masked_fill(rows, max(torch.finfo(dtype).min for dtype in (drawn.dtype, bias.dtype, torch.float32)))
     return bias * 1000 if drawn.bias_values == "large" else bias
 
 

@@ -144,8 +144,8 @@ def test_bad_input_is_named(model: Andrea) -> None:
 
 @pytest.mark.slow
 def test_cache_makes_512_tokens_10_times_faster() -> None:
-    """One run of both on this machine, the same tokens, three sequences at once. One sequence alone has hardly more to do for a
-    token than to read the weights, and without a cache keeps few cores busy: there, on two slow cores, the factor is 7 to 10."""
+    """One run of both on this machine, the same tokens, three sequences at once. One sequence alone has little more to do for a
+    token than to read the weights: there, on two slow cores, the factor is 8."""
     model, prompts, seconds, tokens = Andrea.preset("andrea-12m"), [[1], [2], [3]], {}, {}
     generate(model, prompts, 4, temperature=0.0)
     for cached in (True, False):
