@@ -1,6 +1,7 @@
 """The rules of the house, read from the source: who may import whom, what is asked where, how long things may be."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -112,6 +113,12 @@ class Source(NamedTuple):
 
 Rule = Callable[[list[Source]], Iterator[str]]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@functools.cache
+def repository(folder: str, root: Path = ROOT) -> list[Source]:
+    """The files of a folder of the repository, read once."""
+    return read(ROOT / folder, root)
 
 
 def read(folder: Path, root: Path) -> list[Source]:
@@ -272,12 +279,12 @@ PACKAGE_RULES: list[Rule] = [
 
 @pytest.mark.parametrize("rule", PACKAGE_RULES)
 def test_package(rule: Rule) -> None:
-    assert list(rule(read(ROOT / PACKAGE, ROOT / PACKAGE))) == []
+    assert list(rule(repository(PACKAGE, ROOT / PACKAGE))) == []
 
 
 @pytest.mark.parametrize("folder", ["tests", "bench"])
 def test_other_files_are_short(folder: str) -> None:
-    assert list(files_and_host_functions_are_short(read(ROOT / folder, ROOT))) == []
+    assert list(files_and_host_functions_are_short(repository(folder))) == []
 
 
 LONG = "\n".join(["    x = 0"] * 61)
@@ -367,9 +374,12 @@ def test_imports_no_triton_and_in_under_100_ms_over_torch() -> None:
         "import time, sys, torch\nbefore, start = set(sys.modules), time.process_time()\nimport andrea_triton\n"
         "print(time.process_time() - start, 'triton' in set(sys.modules) - before)"
     )
-    runs = [fresh(code).split() for _ in range(4)]
-    assert {new_triton for _, new_triton in runs} == {"False"}
-    assert min(float(seconds) for seconds, _ in runs) < 0.1
+    seconds: list[float] = []
+    while len(seconds) < 4 and min(seconds, default=1.0) >= 0.1:
+        took, new_triton = fresh(code).split()
+        assert new_triton == "False"
+        seconds.append(float(took))
+    assert min(seconds) < 0.1
 
 
 def test_memory_starts_as_nan_under_test() -> None:

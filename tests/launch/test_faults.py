@@ -2,6 +2,7 @@
 stub's."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -28,18 +29,31 @@ from andrea_triton.spec import make_spec
 from tests.launch import stub_cuda
 
 ROOT = Path(__file__).parents[2]
-CALL = """
+CALLS = """
+import json, os, sys
 from tests.launch.stub_cuda import pretend
 pretend()
 from andrea_triton import testing
 from andrea_triton.errors import AndreaError
 from tests.launch.test_gpu_launch import FP16, PLAIN, attend, on_device
-with on_device(0, True, []):
-    try:
-        attend(testing.make_inputs(PLAIN, FP16))
-        print("started")
-    except AndreaError as error:
-        print(type(error).__name__, error)
+
+def call(changes):
+    for name, value in changes.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    with on_device(0, True, []):
+        try:
+            attend(testing.make_inputs(PLAIN, FP16))
+            print("started")
+        except AndreaError as error:
+            print(type(error).__name__, error)
+
+for i, changes in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+            os.dup2(os.open(f"{sys.argv[2]}/{i}.{name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+        call(changes)
+        sys.exit()
+    os.wait()
 """
 
 
@@ -58,17 +72,7 @@ def interpreted(q: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the stub driver."""
-    if stub_cuda.compiler() is None:
-        pytest.skip("no C compiler with Python's headers, so there is no stub driver")
-    folder = tmp_path_factory.mktemp("driver")
-    stub_cuda.build(folder)
-    return folder
-
-
-CHILDREN = {
+CHILDREN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "no compiler": ({"PATH": "/nowhere", "CC": None}, "Failed to find C compiler", "install gcc"),
     "a compiler that fails": ({"CC": "/bin/false"}, "exit status 1", "install gcc"),
     "a compiler that is not there": ({"CC": "/nowhere/gcc"}, "/nowhere/gcc", "install gcc"),
@@ -76,16 +80,27 @@ CHILDREN = {
 }
 
 
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """What the first call prints on each machine, and what it complains of: forks of one process that has the stub driver."""
+    if stub_cuda.compiler() is None:
+        pytest.skip("no C compiler with Python's headers, so there is no stub driver")
+    folder = tmp_path_factory.mktemp("driver")
+    stub_cuda.build(folder)
+    changes = [{"TRITON_CACHE_DIR": str(folder / name), **changes} for name, (changes, *_) in CHILDREN.items()]
+    command = [sys.executable, "-c", CALLS, json.dumps(changes), str(folder)]
+    environment = {**os.environ, **stub_cuda.environment(folder)}
+    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=300, check=True)
+    return {name: ((folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i, name in enumerate(CHILDREN)}
+
+
 @pytest.mark.parametrize("name", CHILDREN)
-def test_a_machine_that_lacks_something(driver: Path, tmp_path: Path, name: str) -> None:
+def test_a_machine_that_lacks_something(said: dict[str, tuple[str, str]], name: str) -> None:
     """The first call gives one error: what is missing, what to do, and that backend='torch' does without."""
-    changes, cause, advice = CHILDREN[name]
-    environment = {**os.environ, **stub_cuda.environment(driver), "TRITON_CACHE_DIR": str(tmp_path), **changes}
-    environment = {key: value for key, value in environment.items() if value is not None}
-    done = subprocess.run([sys.executable, "-c", CALL], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.startswith("CompileError forward cannot be started on cuda:0"), done.stdout + done.stderr
-    assert cause in done.stdout and advice in done.stdout and done.stdout.rstrip().endswith("or backend='torch'.")
-    assert "Traceback" not in done.stderr
+    (_, cause, advice), (printed, complaints) = CHILDREN[name], said[name]
+    assert printed.startswith("CompileError forward cannot be started on cuda:0"), printed + complaints
+    assert cause in printed and advice in printed and printed.rstrip().endswith("or backend='torch'.")
+    assert "Traceback" not in complaints
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -31,7 +31,7 @@ from tests.launch.stub_cuda import LIMITS, STREAM, Start
 FP16, FP64 = torch.float16, torch.float64
 PLAIN = testing.Case("plain causal", M=130, causal=True)
 GROUPED = testing.Case("4 heads on 2", HQ=4, HKV=2, M=65, causal=True)
-TERMS = testing.Case("every term", M=70, N=90, window=30, bias=(1, 70, 90), sinks=True, softcap=5.0, dropout_p=0.1)
+TERMS = testing.Case("every term", M=70, N=90, D=16, window=30, bias=(1, 70, 90), sinks=True, softcap=5.0, dropout_p=0.1)
 DOUBLE = testing.Case("fp64 numbers", M=70, D=16, causal=True, softcap=5.0, dropout_p=0.1)
 PACKED = testing.Case("packed", lengths_q=(5, 0, 61), lengths_k=(5, 9, 64), slack=5, causal=True)
 
@@ -113,13 +113,15 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
 
 
 def called(
-    log: Path, case: testing.Case, dtype: torch.dtype = FP16, device: int = 0, small: bool = True, threads: int = 1
-) -> Outcome:
-    """Call the kernels, in the process that has the stub driver: forward and backward, or with table tiles only forward. Several
-    threads do so at once, each with tensors of its own."""
+    log: Path, case: testing.Case, dtype: torch.dtype = FP16, device: int = 0, small: bool = True, threads: int = 1,
+    backward: bool | None = None,
+) -> Outcome:  # fmt: skip
+    """Call the kernels, in the process that has the stub driver: forward and, with small tiles unless told otherwise, backward.
+    Several threads do so at once, each with tensors of its own."""
     import triton
 
     log.unlink(missing_ok=True)
+    backward = small if backward is None else backward
     executed: list[Wanted] = []
     compiled: list[Any] = []
     compile_it, inputs = triton.compile, [testing.make_inputs(case, dtype, seed=i) for i in range(threads)]
@@ -132,7 +134,7 @@ def called(
         warnings.simplefilter("always")
         patch.setattr(triton, "compile", counted)
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda x: testing.run(x, attend) if small else attend(x), inputs))
+            list(pool.map(lambda x: testing.run(x, attend) if backward else attend(x), inputs))
     warned = [str(warning.message) for warning in w if warning.category is RuntimeWarning]
     return Outcome(stub_cuda.starts(log), executed, len(compiled), warned)
 
@@ -237,7 +239,7 @@ def test_descriptors_arrive_at_a_card_that_has_them(call: Call, dtype: torch.dty
 
 def test_tensors_that_no_descriptor_can_describe_take_pointers(call: Call) -> None:
     for case in (replace(PLAIN, D=40), replace(PLAIN, D=64, layout="guarded"), replace(PLAIN, D=64, B=2, key_lengths=(9, 130))):
-        outcome = call(case, device=4, small=False)
+        outcome = call(case, device=4, backward=False)
         assert 128 not in [len(x) for x in outcome.starts[0].parameters] and arrived(outcome) == outcome.wanted
 
 
@@ -276,12 +278,12 @@ def test_a_card_too_small_for_every_tile_is_an_error(call: Call) -> None:
 
 def test_threads_that_call_first_at_once(call: Call) -> None:
     """Each gets its own arguments, and what is compiled is compiled once."""
-    outcome = call(replace(PLAIN, D=24), threads=8)
+    outcome = call(replace(PLAIN, D=16), threads=8)
     assert outcome.compiled == 4 and len(outcome.starts) == 8 * 4
     assert sorted(arrived(outcome)) == sorted(outcome.wanted)
 
 
 def test_threads_that_run_out_of_shared_memory_at_once_warn_once(call: Call) -> None:
-    outcome = call(replace(PLAIN, D=48), device=2, small=False, threads=8)
+    outcome = call(replace(PLAIN, D=24), device=2, small=False, threads=8)
     assert len(outcome.warned) == 1 and len(outcome.starts) == 8
     assert len({start.shared for start in outcome.starts}) == 1 and outcome.starts[0].shared <= LIMITS[2]

@@ -1,6 +1,7 @@
 """The launches of a call, compiled for an absent GPU: what they are, that an executor can run them, and their counts."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from tests.compiled.parse import parse
 CASE = Case("4 heads on 2", HQ=4, HKV=2, M=63, N=70, D=32, causal=True)
 INPUTS = make_inputs(CASE, torch.float16)
 NAMES = ["forward", "delta", "dkdv", "dq"]
+counted = functools.cache(report.count)  # what several tests read is compiled and disassembled once
 PTX_TYPES = {".u64": 8, ".s64": 8, ".b64": 8, ".f64": 8, ".u32": 4, ".s32": 4, ".b32": 4, ".f32": 4}
 
 
@@ -123,7 +125,7 @@ def test_a_broadcast_bias_gets_a_gradient_of_its_own_shape() -> None:
 
 
 def test_fp32_is_multiplied_as_asked() -> None:
-    q = torch.zeros(1, 1, 64, 32)
+    q = torch.zeros(1, 1, 64, 16)
     texts = [compiled_launches(q, q, q, precision=way)[0].kernel.asm["ptx"] for way in ("ieee", "tf32")]
     assert ["tf32" in text for text in texts] == [False, True]
 
@@ -182,8 +184,9 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         forward_with((Config(16, 16, 4, 1),), 0, monkeypatch)
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "counts.jsonl"
+    monkeypatch.setattr(report, "count", counted)
     assert report.main(["--target", "sm_80", "--d", "32", "--dtype", "fp16", "--json", str(file)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert [line.split()[4] for line in table[1:5]] == NAMES
@@ -204,7 +207,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_nominal_speed_of_the_backward_counts_ten_flop_per_score_and_feature() -> None:
-    rows = report.count("sm_80", 32, "fp16", "causal", 1024)
+    rows = counted("sm_80", 32, "fp16", "causal", 1024)
     loops = {row.kernel: row.loops()[0] for row in rows}
     seconds = [sum(getattr(loops[name], way) for name in ("dkdv", "dq")) / (108 * 1.41e9) for way in ("overlap", "serial")]
     assert report.nominal_backward(rows) == pytest.approx([10 * 32 / s / 1e12 for s in seconds])
@@ -223,7 +226,7 @@ def test_what_does_not_compile_is_a_row_too(capsys: pytest.CaptureFixture[str], 
 
 
 def test_json_has_null_where_there_is_no_number() -> None:
-    row = report.count("sm_80", 32, "fp16", "causal", 1024)[0]
+    row = counted("sm_80", 32, "fp16", "causal", 1024)[0]
     assert row.code is not None
     loops = tuple(dataclasses.replace(loop, overlap=math.nan) for loop in row.code.loops)
     text = report.as_json(row._replace(code=dataclasses.replace(row.code, loops=loops)))
@@ -256,13 +259,13 @@ def test_no_progress_bar_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_no_spill_in_a_main_loop(target: str, D: int) -> None:
-    rows = {row.kernel: row.code for row in report.count(target, D, "bf16", "causal", 1024)}
+    rows = {row.kernel: row.code for row in counted(target, D, "bf16", "causal", 1024)}
     assert {name: code.spills_in_loops for name, code in rows.items() if code} == dict.fromkeys(NAMES, 0)
     assert all(code and code.ctas_per_sm >= 2 for code in rows.values())
 
 
 def test_the_forward_at_home_shape_on_sm_80() -> None:
-    row = report.count("sm_80", 64, "bf16", "causal", 1024)[0]
+    row = counted("sm_80", 64, "bf16", "causal", 1024)[0]
     assert row.config == Config(128, 64, 4, 2) and row.code is not None
     assert (row.code.spill_loads, row.code.spill_stores) == (0, 0)
     full, _ = row.loops()
@@ -271,7 +274,7 @@ def test_the_forward_at_home_shape_on_sm_80() -> None:
 
 def test_the_forward_at_home_shape_on_sm_90() -> None:
     """By tensor descriptors: fewer registers, so three programs on a multiprocessor; and by pointers when asked."""
-    row = report.count("sm_90", 64, "bf16", "causal", 1024)[0]
+    row = counted("sm_90", 64, "bf16", "causal", 1024)[0]
     assert row.config == Config(64, 128, 4, 2) and row.code is not None
     assert (row.code.spill_loads, row.code.spill_stores) == (0, 0) and row.code.ctas_per_sm >= 3
     full, _ = row.loops()
