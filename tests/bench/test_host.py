@@ -1,11 +1,8 @@
 """The bench of the host's work, and a bound on that work that no busy machine can break: how many functions a call calls."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from bench import host
 from tests.launch import stub_cuda
 
 pytest.importorskip("triton", exc_type=ModuleNotFoundError)
@@ -16,12 +13,11 @@ MOST = {"forward": 140, "forward, gradients wanted": 165, "forward + backward": 
 
 
 @pytest.mark.skipif(stub_cuda.compiler() is None, reason="no C compiler with Python's headers")
-def test_a_call_made_before_does_little() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.host", "--repeats", "3"], capture_output=True, text=True, env=dict(os.environ)
-    )
-    assert done.returncode == 0, done.stderr
-    first, head, *lines = done.stdout.splitlines()
+def test_a_call_made_before_does_little(capfd: pytest.CaptureFixture[str]) -> None:
+    """The table comes from a process that has the stub driver, where there is no GPU."""
+    status, printed = host.main(["--repeats", "3"]), capfd.readouterr()
+    assert status == 0, printed.err
+    first, head, *lines = printed.out.splitlines()
     assert "stub driver" in first or "GPU" in first
     assert head.split() == ["least", "µs", "median", "µs", "functions"]
     assert [line[:16].strip() for line in lines[::3]] == ["andrea_triton", "torch SDPA", "naive", "empty Function"]

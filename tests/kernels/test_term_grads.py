@@ -16,6 +16,9 @@ from andrea_triton.testing import Case, Inputs, assert_accurate, attend_referenc
 FULL = (2, 2, 20, 19)
 BROADCASTS = [tuple(n if keep else 1 for n, keep in zip(FULL, kept, strict=True)) for kept in itertools.product([1, 0], repeat=4)]
 
+# Sums over both batch and heads, and over neither, are there beside them; over one of the two, with more numbers to judge.
+SMALL = [(1, 2, 1, 1), (2, 1, 1, 1)]
+
 
 def attend(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) by the public function, in the interpreter."""
@@ -39,7 +42,7 @@ def check_pooled(case: Case, field: str, dtype: torch.dtype = torch.float32) -> 
     assert_accurate(got, eager, exact, dtype, f"{case.name}: {field}")
 
 
-@pytest.mark.parametrize("shape", BROADCASTS, ids=str)
+@pytest.mark.parametrize("shape", [*(pytest.param(s, marks=[pytest.mark.slow] * (s in SMALL)) for s in BROADCASTS)], ids=str)
 def test_dbias_is_summed_over_broadcast_dims(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     use_tile(Config(16, 16), monkeypatch)
     case = Case("bias", B=2, HQ=2, M=20, N=19, D=16, causal=True, window=10, bias=shape)
@@ -84,8 +87,18 @@ def test_dbias_of_a_number_per_query_has_no_rounding_of_the_output_in_it(shape: 
         assert got.dbias is not None and (got.dbias == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda x: str(x)[6:])
-@pytest.mark.parametrize("more", [{}, {"dropout_p": 0.3}, {"key_lengths": (0, 11)}], ids=str)
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"dropout_p": 0.3}, torch.float32),
+        ({"key_lengths": (0, 11)}, torch.float32),
+        pytest.param({}, torch.float32, marks=pytest.mark.slow),
+        pytest.param({"dropout_p": 0.3}, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param({"key_lengths": (0, 11)}, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_dbias_of_a_number_per_query_beside_sinks(more: dict[str, Any], dtype: torch.dtype) -> None:
     """It takes weight from the sink."""
     check_pooled(Case("rows", B=2, HQ=2, M=33, N=20, D=16, bias=(33, 1), sinks=True, causal=True, **more), "dbias", dtype)
@@ -100,8 +113,15 @@ SINKS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", SINKS, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.float32) for case in SINKS),
+        *((case, torch.bfloat16) for case in SINKS if case.name in ("with terms", "packed")),
+        *(pytest.param(c, torch.bfloat16, marks=pytest.mark.slow) for c in SINKS if c.name not in ("with terms", "packed")),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)[6:]),
+)
 def test_dsinks(case: Case, dtype: torch.dtype) -> None:
     got = check(make_inputs(case, dtype), attend, case.name)
     assert got.dsinks is not None and got.dsinks.dtype == dtype
