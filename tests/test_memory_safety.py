@@ -138,7 +138,9 @@ def child() -> Callable[..., int | None]:
 
 @pytest.mark.parametrize("edge", ["start", "end"])
 def test_nothing_past_the_ends_is_touched(child: Callable[..., int | None], edge: str) -> None:
-    assert child("", [*CASES, "cache"], edge, [torch.float16, torch.float32]) == 0
+    # Before the start nothing depends on the size of an element; past the end it does.
+    dtypes = [torch.float16] if edge == "start" else [torch.float16, torch.float32]
+    assert child("", [*CASES, "cache"], edge, dtypes) == 0
 
 
 @pytest.mark.parametrize("bug", BROKEN)
