@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from andrea_triton.kernels.bands import block_at, bounds, key_span, query_span
-from andrea_triton.kernels.numerics import product
+from andrea_triton.kernels.numerics import hold, product
 from andrea_triton.kernels.scores import product_grad
 from andrea_triton.kernels.tile import drop, logits_tile, probs_tile
 from andrea_triton.kernels.views import PAD, Head, load_tile, program, row_pointers, sequence, store_tile
@@ -92,19 +92,18 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
     """(dk, dv) after the full query blocks of the span, or (CHECK) its edges. Tiles are transposed: P^T, dS^T stay in
     registers."""
     rows, base = queries.rows, queries.base
-    TAIL: tl.constexpr = CHECK or attention.band.left is None
     BLOCK_N: tl.constexpr = k_tile.shape[0]
     k_pos = n + tl.arange(0, BLOCK_N)[:, None]
     first, last = bounds(span, CHECK)
     for i in tl.range(first, last, BLOCK_M):
-        m = block_at(span, attention.band, i, CHECK)
+        m = block_at(span, i, CHECK)
         q_pos = seq.q_start + m + tl.arange(0, BLOCK_M)[None, :]
-        q_tile = load_tile(queries.q, m, seq.M, BLOCK_M, k_tile.shape[1], attention.D, TAIL)
+        q_tile = load_tile(queries.q, m, seq.M, BLOCK_M, k_tile.shape[1], attention.D, CHECK)
         pivot = load_rows(rows.pivot, base, m, BLOCK_M)[None, :]
         norm = None if rows.norm is None else load_rows(rows.norm, base, m, BLOCK_M)[None, :]
         st, capped = logits_tile(k_tile, q_tile, q_pos, k_pos, b, h, seq, attention, CHECK)
         pt = probs_tile(st, pivot, norm, attention)
-        do_tile = load_tile(queries.do, m, seq.M, BLOCK_M, v_tile.shape[1], attention.DV, TAIL)
+        do_tile = load_tile(queries.do, m, seq.M, BLOCK_M, v_tile.shape[1], attention.DV, CHECK)
         dv = product(drop(pt, q_pos, k_pos, b, h, attention).to(do_tile.dtype), do_tile, dv, attention.precision)
         dpt = product(v_tile, tl.trans(do_tile), tl.zeros([BLOCK_N, BLOCK_M], attention.acc), attention.precision)
         dpt = drop(dpt, q_pos, k_pos, b, h, attention)
@@ -116,7 +115,7 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
 
 @triton.jit
 def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-         BLOCK_N: tl.constexpr):  # fmt: skip
+         BLOCK_N: tl.constexpr, HELD: tl.constexpr = False):  # fmt: skip
     """dk and dv of one block of keys.
 
     Maths:  dv = P^T dO; dS = P (dP - delta), dP = dO v^T; dk = scale dS^T q, summed over the GROUP query heads of a key head.
@@ -135,8 +134,8 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
     COLS_V: tl.constexpr = max(16, triton.next_power_of_2(attention.DV))
     span = query_span(band, n, seq, BLOCK_M, BLOCK_N)
     kh, vh = Head(k, seq.batch, kv_head, seq.first_k), Head(v, seq.batch, kv_head, seq.first_k)
-    k_tile = load_tile(kh, n, seq.N, BLOCK_N, COLS, attention.D, True)
-    v_tile = load_tile(vh, n, seq.N, BLOCK_N, COLS_V, attention.DV, True)
+    k_tile = hold(load_tile(kh, n, seq.N, BLOCK_N, COLS, attention.D, True), HELD)
+    v_tile = hold(load_tile(vh, n, seq.N, BLOCK_N, COLS_V, attention.DV, True), HELD)
     dk, dv = tl.zeros([BLOCK_N, COLS], attention.acc), tl.zeros([BLOCK_N, COLS_V], attention.acc)
 
     for g in range(GROUP):
@@ -170,7 +169,7 @@ def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, s
     """dq after the full key blocks of the span, or (CHECK) its edges."""
     first, last = bounds(span, CHECK)
     for i in tl.range(first, last, BLOCK_N):
-        n = block_at(span, attention.band, i, CHECK)
+        n = block_at(span, i, CHECK and attention.band.left is not None)
         k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, do_tile.shape[1], attention.DV, CHECK)
@@ -181,7 +180,8 @@ def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, s
 
 
 @triton.jit
-def dq(q, k, v, do, rows, dq_out, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def dq(q, k, v, do, rows, dq_out, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+       HELD: tl.constexpr = False):  # fmt: skip
     """dq of one block of queries.
 
     Maths:  dq = scale dS k, dS = P (dP - delta), dP = dO v^T.
@@ -205,6 +205,7 @@ def dq(q, k, v, do, rows, dq_out, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     COLS_V: tl.constexpr = max(16, triton.next_power_of_2(attention.DV))
     q_tile = load_tile(Head(q, seq.batch, h, seq.first_q), row, seq.M, BLOCK_M, COLS, attention.D, True)
     do_tile = load_tile(Head(do, seq.batch, h, seq.first_q), row, seq.M, BLOCK_M, COLS_V, attention.DV, True)
+    q_tile, do_tile = hold(q_tile, HELD), hold(do_tile, HELD)
     base = rows_at(rows, h, sizes, seq)
     pivot = load_rows(rows.pivot, base, row, BLOCK_M)[:, None]
     norm = None if rows.norm is None else load_rows(rows.norm, base, row, BLOCK_M)[:, None]

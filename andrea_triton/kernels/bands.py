@@ -18,9 +18,9 @@ class Band(NamedTuple):
 
 class Span(NamedTuple):
     """Block starts: in [full_lo, full_hi) all pairs are visible, in [edge_lo, edge_hi) they are to be checked.
-    A band with a left limit has two edges, before and after the full blocks: there [edge_lo, edge_hi) is both, joined end
-    to end, and block_at jumps over the full blocks. With edges [0, 2) and [5, 6) around full blocks [2, 5), in units of a block:
-    Span(2, 5, 0, 3), whose loop indices 0, 1, 2 stand for the blocks 0, 1, 5."""
+    Where edges lie on both sides of the full blocks, [edge_lo, edge_hi) is both, joined end to end, and block_at jumps over the
+    full blocks. With edges [0, 2) and [5, 6) around full blocks [2, 5), in units of a block: Span(2, 5, 0, 3), whose loop indices
+    0, 1, 2 stand for the blocks 0, 1, 5. Keys have one edge where the band has no left limit; queries always have two."""
 
     full_lo: Any
     full_hi: Any
@@ -71,19 +71,17 @@ def key_span(band, q_first, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def query_span(band, k_first, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Query rows that see the keys k_first .. k_first + BLOCK_N - 1: the transpose of key_span."""
-    if band.right is None:
-        lo, full_lo = 0, 0
-    else:
+    full_hi, hi = round_down(seq.M, BLOCK_M), seq.M
+    if band.left is not None:
+        last = k_first + band.left - seq.q_start
+        full_hi = round_down(tl.minimum(last + 1, seq.M), BLOCK_M)
+        hi = tl.minimum(last + BLOCK_N, seq.M)
+    lo, full_lo = 0, 0
+    if band.right is not None:
         lo = tl.minimum(k_first - band.right - seq.q_start, seq.M)
         full_lo = round_up(tl.minimum(lo + BLOCK_N - 1, seq.M), BLOCK_M)
-    if band.left is None:
-        # To the end: rows behind it weigh nothing (Rows), so that a ragged block needs masked loads only (TAIL in backward.py).
-        return Span(full_lo, seq.M, round_down(lo, BLOCK_M), full_lo)
-    else:
-        last = k_first + band.left - seq.q_start
-        full_hi = tl.maximum(round_down(tl.minimum(last + 1, seq.M), BLOCK_M), full_lo)
-        hi = tl.minimum(last + BLOCK_N, seq.M)
-        return Span(full_lo, full_hi, round_down(lo, BLOCK_M), hi - (full_hi - full_lo))
+        full_hi = tl.maximum(full_hi, full_lo)
+    return Span(full_lo, full_hi, round_down(lo, BLOCK_M), hi - (full_hi - full_lo))
 
 
 @triton.jit
@@ -96,9 +94,6 @@ def bounds(span, CHECK: tl.constexpr):
 
 
 @triton.jit
-def block_at(span, band, n, CHECK: tl.constexpr):
-    """The block that loop index n stands for: past the first of two edges, jump over the full blocks."""
-    if CHECK and band.left is not None:
-        return n + tl.where(n >= span.full_lo, span.full_hi - span.full_lo, 0)
-    else:
-        return n
+def block_at(span, i, JUMP: tl.constexpr):
+    """The block that loop index i stands for: past the first of two edges, jump over the full blocks."""
+    return i + tl.where(i >= span.full_lo, span.full_hi - span.full_lo, 0) if JUMP else i

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from andrea_triton.kernels.bands import block_at, bounds, key_span
-from andrea_triton.kernels.numerics import product
+from andrea_triton.kernels.numerics import hold, product
 from andrea_triton.kernels.softmax import State, add_sum, finish, start, step
 from andrea_triton.kernels.tile import drop, logits_tile
 from andrea_triton.kernels.views import Head, load_tile, program, row_pointers, sequence, store_tile
@@ -27,7 +27,7 @@ def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.c
     """Online-softmax state after the full blocks of the span, or (CHECK) after its edges."""
     first, last = bounds(span, CHECK)
     for i in tl.range(first, last, BLOCK_N):
-        n = block_at(span, attention.band, i, CHECK)
+        n = block_at(span, i, CHECK and attention.band.left is not None)
         k_pos = n + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, CHECK)
@@ -43,7 +43,8 @@ def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.c
 
 
 @triton.jit
-def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+            HELD: tl.constexpr = False):  # fmt: skip
     """Output and log-sum-exp of one block of queries.
 
     Maths:  o = softmax(score(scale q k^T)) v over the keys in the band, with dropout of the weights; lse in natural units.
@@ -64,7 +65,7 @@ def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N
 
     COLS: tl.constexpr = max(16, triton.next_power_of_2(attention.D))
     COLS_V: tl.constexpr = max(16, triton.next_power_of_2(attention.DV))
-    q_tile = load_tile(Head(q, seq.batch, h, seq.first_q), row, seq.M, BLOCK_M, COLS, attention.D, True)
+    q_tile = hold(load_tile(Head(q, seq.batch, h, seq.first_q), row, seq.M, BLOCK_M, COLS, attention.D, True), HELD)
     state = start(BLOCK_M, COLS_V, attention.acc)
 
     state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, False)

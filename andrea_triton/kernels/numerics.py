@@ -21,6 +21,18 @@ def product(x, y, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def hold(x, HELD: tl.constexpr):
+    """x [ROWS, COLS], HELD in registers for a loop that multiplies it from the left. Triton would leave it in shared memory and
+    read it at every step, but not what comes out of arithmetic on a product: so add a product of zeros, or rather two, one on the
+    other, as only chained products share out their rows among the warps as the loop's do. -0 becomes 0."""
+    if HELD:
+        rows, cols = tl.zeros([x.shape[0], 16], x.dtype), tl.zeros([16, x.shape[1]], x.dtype)
+        return (x + tl.dot(rows, cols, tl.dot(rows, cols))).to(x.dtype)
+    else:
+        return x
+
+
+@triton.jit
 def tanh(x, FAST: tl.constexpr):
     """tanh x as 1 - 2 / (1 + exp 2x): one exp2 and one division, absolute error one unit of the type. Not FAST: near zero, where
     that is a large relative error, the seventh convergent of Lambert's continued fraction x / (1 + x² / (3 + x² / (5 + ...)))."""

@@ -14,7 +14,7 @@ def survey(top, entropy, q_tile, q_pos, k, lse, b, h, seq, span, attention, BLOC
     """(largest logit, entropy) after the full blocks of the span, or (CHECK) its edges."""
     first, last = bounds(span, CHECK)
     for i in tl.range(first, last, BLOCK_N):
-        n = block_at(span, attention.band, i, CHECK)
+        n = block_at(span, i, CHECK and attention.band.left is not None)
         k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         s, _ = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, CHECK)

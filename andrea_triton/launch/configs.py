@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """One tiling: BLOCK_M query rows and BLOCK_N key rows a tile, num_warps warps, num_stages pipeline stages."""
+    """One tiling: BLOCK_M query rows and BLOCK_N key rows a tile, num_warps warps, num_stages pipeline stages, and whether the
+    tiles that a program keeps are held in registers (numerics.hold)."""
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int = 4
     num_stages: int = 2
+    HELD: bool = False
 
 
 # Families of targets that share a table row. A name that is not here gets the generic one.
@@ -161,9 +163,9 @@ def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
 
 def _smaller(config: Config) -> Config:
     """Half the larger side of the tile; at the end of that, one stage."""
-    m, n, warps, stages = config
+    m, n, warps, stages, held = config
     if stages > 1 and max(m, n) <= 32:
-        return Config(m, n, warps, 1)
+        return Config(m, n, warps, 1, held)
     if max(m, n) > 16:
-        return Config(m // 2 if m >= n else m, n if m >= n else n // 2, warps, stages)
+        return Config(m // 2 if m >= n else m, n if m >= n else n // 2, warps, stages, held)
     return SMALLEST

@@ -205,8 +205,8 @@ def tiled(launch: Launch, problem: Problem, config: Config) -> Launch:
             launch.name,
             f"that is {blocks} blocks, a grid holds {MAX_BLOCKS}; split it",
         )
-    sides = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
-    constexprs = {**launch.constexprs, **{side: n for side, n in sides.items() if side in launch.kernel.arg_names}}
+    own = {name: value for name, value in config._asdict().items() if name in launch.kernel.arg_names}
+    constexprs = {**launch.constexprs, **own}
     args = launch.args
     if launch.described:
         named = dict(zip(launch.kernel.arg_names, args, strict=False))
