@@ -65,7 +65,7 @@ def tiles(name: str) -> list[str]:
     for kernel in ("forward", "dkdv", "dq"):
         config = candidates(kernel, name, 64, 2, 1024, 1024)[0]
         tile = f"{config.BLOCK_M} queries x {config.BLOCK_N} keys"
-        how = "" if name == "interpreter" else f", {config.num_warps} warps, {config.num_stages} stages"
+        how = "" if name == "interpreter" else str(config)[str(config).index(",") :]
         lines.append(f"  {kernel:12} {tile}{how}")
     return lines
 

@@ -108,7 +108,7 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
         dpt = product(v_tile, tl.trans(do_tile), tl.zeros([BLOCK_N, BLOCK_M], attention.acc), attention.precision)
         dpt = drop(dpt, q_pos, k_pos, b, h, attention)
         dst = pt * (dpt - load_rows(rows.delta, base, m, BLOCK_M)[None, :])
-        dst = product_grad(dst, capped, b, h, q_pos, k_pos, seq, attention.terms)
+        dst = product_grad(dst, capped, b, h, q_pos, k_pos, seq, attention.terms, CHECK)
         dk = product(dst.to(q_tile.dtype), q_tile, dk, attention.precision)
     return dk, dv
 
@@ -174,7 +174,7 @@ def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, s
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, do_tile.shape[1], attention.DV, CHECK)
         ds, capped = dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, CHECK)
-        ds = product_grad(ds, capped, b, h, q_pos, k_pos, seq, attention.terms)
+        ds = product_grad(ds, capped, b, h, q_pos, k_pos, seq, attention.terms, CHECK)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, attention.precision)
     return dq
 

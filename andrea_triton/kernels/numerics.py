@@ -33,14 +33,17 @@ def hold(x, HELD: tl.constexpr):
 
 
 @triton.jit
-def tanh(x, FAST: tl.constexpr):
-    """tanh x as 1 - 2 / (1 + exp 2x): one exp2 and one division, absolute error one unit of the type. Not FAST: near zero, where
-    that is a large relative error, the seventh convergent of Lambert's continued fraction x / (1 + x² / (3 + x² / (5 + ...)))."""
-    far = 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E)))
+def softcap(x, cap, FAST: tl.constexpr):
+    """cap tanh(x / cap). FAST: as cap - 2 cap / (1 + exp(2 x / cap)), one exp2 and one division, absolute error one unit of cap
+    in the type. Not FAST: near zero, where that is a large relative error, the seventh convergent of Lambert's continued
+    fraction t / (1 + t² / (3 + t² / (5 + ...)))."""
+    cap = tl.minimum(cap, -0.5 * lowest(x.dtype))  # so that twice the cap is a number
+    far = cap - (2 * cap) / (1 + tl.exp2(x * (2 * LOG2E / cap)))
     if FAST:
         return far
     else:
-        y = x * x
-        top = x * (135135 + y * (17325 + y * (378 + y)))
-        near = top / (135135 + y * (62370 + y * (3150 + y * 28)))
+        t = x * (1 / cap)
+        y = t * t
+        top = t * (135135 + y * (17325 + y * (378 + y)))
+        near = cap * (top / (135135 + y * (62370 + y * (3150 + y * 28))))
         return tl.where(y < 0.25, near, far)

@@ -19,6 +19,10 @@ class Config(NamedTuple):
     num_stages: int = 2
     HELD: bool = False
 
+    def __str__(self) -> str:
+        held = ", held" if self.HELD else ""
+        return f"{self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages{held}"
+
 
 # Families of targets that share a table row. A name that is not here gets the generic one.
 FAMILIES = {
@@ -38,30 +42,37 @@ FAMILIES = {
 }
 
 C = Config
+
+
+def H(BLOCK_M: int, BLOCK_N: int, num_warps: int = 4, num_stages: int = 2) -> Config:
+    """A Config that holds what a program keeps in registers."""
+    return Config(BLOCK_M, BLOCK_N, num_warps, num_stages, True)
+
+
 # (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Counted with launch/report.py (Triton 3.9, bf16, causal): no
 # spill in a main loop for head dims 32, 64 and 128 on ampere, ada and hopper, two programs on a multiprocessor where the
 # registers allow it. Turing has no bf16 products and Triton gives it none for fp16 either: small tiles, plain arithmetic.
 HALF = {
     ("forward", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32), 256: C(32, 32, 4, 1)},
     ("forward", "turing"): {32: C(32, 32, 4, 1), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1), 256: C(16, 32, 8, 1)},
-    ("forward", "ampere"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8, 1), 256: C(64, 32, 8)},
-    ("forward", "ada"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8), 256: C(64, 32, 8)},
+    ("forward", "ampere"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8, 2, True), 256: C(64, 32, 8)},
+    ("forward", "ada"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32, 8, 2, True), 256: C(64, 32, 8)},
     ("forward", "hopper"): {32: C(64, 128), 64: C(64, 128), 128: C(128, 64, 8, 1), 256: C(64, 64, 8)},
     ("forward", "blackwell"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8), 256: C(128, 32, 8)},
     ("forward", "cdna"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32), 256: C(64, 32)},
     ("forward", "rdna"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1), 128: C(64, 16, 8, 1), 256: C(32, 16, 8, 1)},
     ("dkdv", "generic"): {32: C(32, 64), 64: C(32, 64), 128: C(32, 32), 256: C(16, 32, 4, 1)},
     ("dkdv", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
-    ("dkdv", "ampere"): {32: C(32, 128), 64: C(32, 128), 128: C(32, 64, 4, 1), 256: C(32, 32, 8, 1)},
-    ("dkdv", "ada"): {32: C(32, 128), 64: C(32, 64, 2), 128: C(32, 64, 4, 1), 256: C(16, 32, 8, 1)},
+    ("dkdv", "ampere"): {32: H(32, 128), 64: H(16, 128), 128: H(16, 128, 8), 256: C(32, 32, 8, 1)},
+    ("dkdv", "ada"): {32: H(32, 128), 64: H(16, 128), 128: H(16, 128, 8), 256: C(16, 32, 8, 1)},
     ("dkdv", "hopper"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(32, 64, 4, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "blackwell"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "cdna"): {32: C(64, 32), 64: C(32, 32), 128: C(32, 32), 256: C(16, 32)},
     ("dkdv", "rdna"): {32: C(16, 64, 4, 1), 64: C(16, 16, 4, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
     ("dq", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16, 4, 1)},
     ("dq", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(32, 16, 8, 1), 256: C(16, 16, 8, 1)},
-    ("dq", "ampere"): {32: C(128, 32), 64: C(128, 32), 128: C(128, 32, 8), 256: C(32, 32, 8, 1)},
-    ("dq", "ada"): {32: C(128, 32), 64: C(128, 32), 128: C(128, 32, 8), 256: C(32, 16, 8, 1)},
+    ("dq", "ampere"): {32: H(128, 32), 64: H(128, 16), 128: H(128, 32, 8), 256: C(32, 32, 8, 1)},
+    ("dq", "ada"): {32: H(128, 32), 64: H(128, 16), 128: H(128, 32, 8), 256: C(32, 16, 8, 1)},
     ("dq", "hopper"): {32: C(64, 64), 64: C(128, 64, 8, 1), 128: C(64, 64, 4, 1), 256: C(32, 32, 8, 1)},
     ("dq", "blackwell"): {32: C(64, 64), 64: C(64, 64), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dq", "cdna"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16)},
@@ -70,7 +81,12 @@ HALF = {
 # The same, by kind of call, where it needs another tiling: more numbers live at once, or (ieee) plain arithmetic in place of
 # matrix products. Where a kind has no entry here, two-byte calls take the table above, and wider elements smaller tiles of it.
 SPECIAL = {
-    ("dkdv", "ampere", "window"): {64: C(32, 64, 2)},
+    ("forward", "ampere", "causal"): {64: H(128, 64)},
+    ("dq", "ampere", "causal"): {64: H(128, 32)},
+    ("forward", "ampere", "dropout"): {64: H(128, 32)},
+    ("forward", "ada", "dropout"): {64: H(128, 32)},
+    ("dkdv", "ampere", "dropout"): {64: C(16, 128)},
+    ("dkdv", "ada", "dropout"): {64: C(16, 128)},
     ("dkdv", "ampere", "terms"): {64: C(16, 128)},
     ("dkdv", "ada", "terms"): {64: C(16, 128)},
     ("forward", "ampere", "matrix"): {64: C(64, 64)},
@@ -78,8 +94,6 @@ SPECIAL = {
     ("forward", "hopper", "matrix"): {64: C(64, 64)},
     ("dkdv", "ampere", "matrix"): {64: C(32, 64, 4, 1)},
     ("dkdv", "ada", "matrix"): {64: C(32, 64, 4, 1)},
-    ("dq", "ampere", "matrix"): {64: C(128, 16)},
-    ("dq", "ada", "matrix"): {64: C(128, 16)},
     ("forward", "ampere", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 4, 1)},
     ("forward", "ada", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 8, 1)},
     ("forward", "hopper", "ieee"): {32: C(64, 32), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1)},
@@ -89,14 +103,17 @@ SPECIAL = {
     ("dq", "ampere", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
     ("dq", "ada", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
     ("dq", "hopper", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
-    ("forward", "ampere", "tf32"): {64: C(128, 32)},
+    ("forward", "ampere", "tf32"): {64: C(128, 32), 128: C(64, 64, 8, 1)},
     ("forward", "ada", "tf32"): {64: C(128, 32), 128: C(64, 32, 8)},
-    ("dq", "ada", "tf32"): {128: C(32, 32, 8)},
+    ("dkdv", "ampere", "tf32"): {64: C(32, 64), 128: C(32, 32, 4, 1)},
+    ("dkdv", "ada", "tf32"): {64: C(32, 32, 2), 128: C(32, 32, 4, 1)},
+    ("dq", "ada", "tf32"): {64: C(64, 32), 128: C(32, 32, 8)},
     ("dq", "hopper", "tf32"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1)},
 }
-# plain: bare products, two bytes or eight. window: keys end on the left. terms: softcap, the caller's score or mask. matrix: a
-# bias or mask that is read element by element. ieee, tf32: fp32, by how it is multiplied.
-KINDS = ("plain", "window", "terms", "matrix", "ieee", "tf32")
+# plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and neither ALiBi nor
+# sinks. window: keys end on the left. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by
+# element. ieee, tf32: fp32, by how it is multiplied.
+KINDS = ("plain", "causal", "window", "dropout", "terms", "matrix", "ieee", "tf32")
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
 SMALLEST = Config(16, 16, 4, 1)
@@ -142,7 +159,7 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int, 
         return (DELTA,)
     if target == "interpreter":
         return (_interpreter(M, N),)
-    found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in ("plain", "ieee", "tf32") else None
+    found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in ("plain", "causal", "ieee", "tf32") else None
     first = found or _first(SAME_TILES.get(kernel, kernel), family(target), bucket(D), itemsize, kind)
     result = [first]
     while result[-1] != SMALLEST:
@@ -157,7 +174,7 @@ def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
         return special
     first = HALF[kernel, row][D]
     for _ in range((itemsize // 2).bit_length() - 1):
-        first = _smaller(first)
+        first = _smaller(first)._replace(HELD=False)
     return first
 
 

@@ -172,7 +172,13 @@ def kind(problem: Problem, precision: str) -> str:
         return "matrix"
     if problem.spec.softcap is not None or extras.score is not None or extras.mask is not None:
         return "terms"
-    return "plain" if problem.band()[0] is None else "window"
+    if problem.spec.dropout_p:
+        return "dropout"
+    left, right = problem.band()
+    if left is not None:
+        return "window"
+    bare = extras.slopes is None and extras.sinks is None and problem.dtype.itemsize == 2
+    return "causal" if bare and right is not None else "plain"
 
 
 def lengths(problem: Problem) -> tuple[int, int]:

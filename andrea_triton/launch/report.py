@@ -299,7 +299,7 @@ def _plain(loop: Loop | None) -> dict[str, Any] | None:
 
 
 HEADER = (
-    f"{'target':8}{'D':>4} {'dtype':6}{'variant':9}{'kernel':9}{'tile, warps, stages':>20}{'regs':>6}{'spills (in loops)':>19}"
+    f"{'target':8}{'D':>4} {'dtype':6}{'variant':9}{'kernel':9}{'tile':>33}{'regs':>6}{'spills (in loops)':>19}"
     f"{'shared KB':>12}{'CTAs':>6}{'instructions':>14}{'TFLOP/s':>12}  matrix products"
 )
 
@@ -309,14 +309,13 @@ def as_text(row: Count) -> str:
     start = f"{row.target:8}{row.D:4} {row.dtype:6}{row.variant:9}{row.kernel:9}"
     if not (row.config and row.code):
         return f"{start} {row.error}"
-    code, (m, n, warps, stages), (full, edge) = row.code, row.config, row.loops()
-    tile = f"{m}x{n}, {warps}, {stages}"
+    code, (full, edge) = row.code, row.loops()
     spills = f"{code.spill_loads}/{code.spill_stores} ({code.spills_in_loops})"
     shared = f"{code.shared_memory / 1024:.0f}/{code.shared_limit // 1024}"
     instructions = f"{full.total}/{edge.total}" if full and edge else "-"
     speed = "-" if full is None else _speeds(full.overlap_tflops, full.serial_tflops)
     kinds = " ".join(code.mma_kinds) or "none"
-    resources = f"{tile:>20}{code.registers:6}{spills:>19}{shared:>12}{code.ctas_per_sm:6}"
+    resources = f"{row.config!s:>33}{code.registers:6}{spills:>19}{shared:>12}{code.ctas_per_sm:6}"
     return f"{start}{resources}{instructions:>14}{speed:>12}  {kinds}"
 
 
@@ -340,7 +339,7 @@ def _print_call(rows: Sequence[Count]) -> None:
     for row in rows:
         print(as_text(row))
     if nominal := nominal_backward(rows):
-        print(f"{'':27}{'dkdv + dq, nominal':86}{_speeds(*nominal):>12}")
+        print(f"{'':27}{'dkdv + dq, nominal':99}{_speeds(*nominal):>12}")
 
 
 def _with_progress(calls: Iterable[Any], total: int) -> Iterable[Any]:

@@ -41,6 +41,7 @@ from andrea_triton.spec import make_spec
 FORMAT = 1
 KERNELS = ("forward", "dkdv", "dq")
 SIDES, WARPS, STAGES = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
+HELD = {"no": False, "yes": True}
 FEW_WARPS = 8  # fewer than two for each scheduler hide no latency
 UNITS = {"model": "cycles of an SM per visible score element", "time": "microseconds"}
 
@@ -232,10 +233,11 @@ def use(file: str | os.PathLike[str] | None) -> None:
     run.forget()
 
 
-def _checked(kernel: str, tile: Sequence[int]) -> Config:
+def _checked(kernel: str, tile: Sequence[Any]) -> Config:
     config = Config(*tile)
-    rows, cols, warps, stages = config
-    if kernel not in KERNELS or rows not in SIDES or cols not in SIDES or warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8:
+    rows, cols, warps, stages, held = config
+    known = kernel in KERNELS and rows in SIDES and cols in SIDES and held in (False, True)
+    if not known or warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8:
         raise ValueError(f"no tile {list(tile)} for {kernel}")
     return config
 
@@ -263,6 +265,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         known = SIDES if name in ("rows", "cols") else sizes
         parser.add_argument(f"--{name}", metavar="N", nargs="+", type=int, default=list(sizes), choices=known,
                             help=f"{text}, any of {' '.join(map(str, known))}; default: {' '.join(map(str, sizes))}")  # fmt: skip
+    parser.add_argument("--held", metavar="no yes", nargs="+", default=list(HELD), choices=list(HELD),
+                        help="tiles that a program keeps held in registers, any of no yes; default: both")  # fmt: skip
     parser.add_argument("--batch", metavar="B", type=int, default=8, help="batch size that is timed (8)")
     parser.add_argument("--heads", metavar="H", type=int, default=12, help="heads that are timed (12)")
     parser.add_argument("--length", metavar="T", type=int, default=1024, help="queries and keys (1024)")
@@ -282,9 +286,8 @@ def _print(setting: Setting, found: dict[str, list[Trial]], own: dict[str, Confi
         shown = [t for t in trials[:5] if t.cost is not None]
         shown += [t for t in trials[5:] if t.config == own[kernel] and t.cost is not None]
         for t in shown:
-            m, n, warps, stages = t.config
             marks = " (the library's own)" * (t.config == own[kernel]) + " (spills, or few warps)" * (not t.good)
-            print(f"  {f'{m}x{n}, {warps} warps, {stages} stages':28}{t.cost:10.4g}{marks}")
+            print(f"  {t.config!s:36}{t.cost:10.4g}{marks}")
         print(f"  {len(trials)} tilings tried, {skipped} of them skipped")
 
 
@@ -299,7 +302,8 @@ def _progress(total: int) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 1 where no tiling works for some kernel, else 0."""
     asked = _arguments(argv)
-    space = [Config(*c) for c in itertools.product(asked.rows, asked.cols, asked.warps, asked.stages)]
+    held = [HELD[answer] for answer in asked.held]
+    space = [Config(*c) for c in itertools.product(asked.rows, asked.cols, asked.warps, asked.stages, held)]
     calls = list(itertools.product(asked.d, asked.dtype))
     bar = _progress(len(calls) * len(asked.kernel) * (len(space) + 1))
     lines: list[dict[str, Any]] = []

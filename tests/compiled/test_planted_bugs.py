@@ -15,7 +15,7 @@ from andrea_triton.launch.configs import Config
 from andrea_triton.testing import Case
 from tests.compiled.replay import attention, decoding, finding
 
-TILES = tuple((name, Config(32, 32, 2, 2)) for name in ("forward", "dkdv", "dq"))
+TILES = tuple((name, Config(32, 32, 2, 2, True)) for name in ("forward", "dkdv", "dq"))
 CAUSAL = Case("causal", HQ=2, HKV=1, M=100, N=150, D=32, causal=True)
 WINDOW = Case("window", HQ=1, M=130, D=32, causal=True, window=90)
 GUARDED = Case("empty rows, inside NaN", HQ=1, M=130, N=100, D=24, causal=True, layout="guarded")
@@ -46,7 +46,9 @@ SOURCE: dict[str, Planted] = {
     "last key one too far": Planted(bands.visible, "N - 1 + 0 * q_pos", "N + 0 * q_pos", TERMS),
     "last key block left out": Planted(bands.key_span, "q_first + BLOCK_M + band.right", "q_first + band.right"),
     "full blocks one too many": Planted(bands.key_span, "q_first + band.right + 1, N", "q_first + band.right + BLOCK_N, N"),
-    "first query block left out": Planted(bands.query_span, "seq.M, round_down(lo, BLOCK_M), full_lo", "seq.M, full_lo, full_lo"),
+    "first query block left out": Planted(bands.query_span, "round_down(lo, BLOCK_M), hi - (", "full_lo, hi - ("),
+    "ragged query block left out": Planted(bands.query_span, "seq.M\n", "round_down(seq.M, BLOCK_M)\n"),
+    "held tiles changed": Planted(numerics.hold, "tl.zeros([x.shape[0], 16], x.dtype)", "tl.full([x.shape[0], 16], 1, x.dtype)"),
     "jump over full blocks forgotten": Planted(bands.block_at, "span.full_hi - span.full_lo", "0", WINDOW),
     "max replaced by min": Planted(softmax.step, "tl.maximum", "tl.minimum"),
     "row sum not rescaled": Planted(softmax.add_sum, "* alpha[:, None]", ""),

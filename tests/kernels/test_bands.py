@@ -52,11 +52,11 @@ def shape_at(shapes):
 
 
 @triton.jit
-def mark(visits, span, band, BLOCK: tl.constexpr, SLOTS: tl.constexpr, CHECK: tl.constexpr):
+def mark(visits, span, BLOCK: tl.constexpr, SLOTS: tl.constexpr, CHECK: tl.constexpr, JUMP: tl.constexpr):
     """Count a visit of every block that a loop over the span goes to."""
     first, last = bounds(span, CHECK)
     for i in tl.range(first, last, BLOCK):
-        at = visits + (tl.program_id(0) * 2 + CHECK) * SLOTS + block_at(span, band, i, CHECK)
+        at = visits + (tl.program_id(0) * 2 + CHECK) * SLOTS + block_at(span, i, JUMP)
         tl.store(at, tl.load(at) + 1)
 
 
@@ -65,8 +65,8 @@ def visit_keys(shapes, visits, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
     _M, N, q_start, own_left, own_right, block = shape_at(shapes)
     band = Band(None if left is None else own_left, None if right is None else own_right)
     span = key_span(band, q_start + block * BLOCK_M, N, BLOCK_M, BLOCK_N)
-    mark(visits, span, band, BLOCK_N, SLOTS, False)
-    mark(visits, span, band, BLOCK_N, SLOTS, True)
+    mark(visits, span, BLOCK_N, SLOTS, False, False)
+    mark(visits, span, BLOCK_N, SLOTS, True, left is not None)
 
 
 @triton.jit
@@ -74,8 +74,8 @@ def visit_queries(shapes, visits, left, right, BLOCK_M: tl.constexpr, BLOCK_N: t
     M, N, q_start, own_left, own_right, block = shape_at(shapes)
     band = Band(None if left is None else own_left, None if right is None else own_right)
     span = query_span(band, block * BLOCK_N, Seq(M, N, q_start, 0, 0, 0, 0), BLOCK_M, BLOCK_N)
-    mark(visits, span, band, BLOCK_M, SLOTS, False)
-    mark(visits, span, band, BLOCK_M, SLOTS, True)
+    mark(visits, span, BLOCK_M, SLOTS, False, False)
+    mark(visits, span, BLOCK_M, SLOTS, True, True)
 
 
 @triton.jit

@@ -1,14 +1,15 @@
-"""Constants, the matrix product and tanh."""
+"""Constants, the matrix product, tiles held in registers and the softcap."""
 
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.numerics import FP32, FP64, LN2, LOG2E, lowest, product, tanh
+from andrea_triton.kernels.numerics import FP32, FP64, LN2, LOG2E, hold, lowest, product, softcap
 from andrea_triton.testing import assert_accurate
 
 Interpreted = Callable[..., None]
@@ -29,9 +30,15 @@ def store_product(x, y, acc, out, ROWS: tl.constexpr, INNER: tl.constexpr, COLS:
 
 
 @triton.jit
-def store_tanh(x, out, FAST: tl.constexpr, SIZE: tl.constexpr):
+def store_softcap(x, out, cap, FAST: tl.constexpr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
-    tl.store(out + at, tanh(tl.load(x + at), FAST))
+    tl.store(out + at, softcap(tl.load(x + at), cap, FAST))
+
+
+@triton.jit
+def store_held(x, out, HELD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    tl.store(out + at, hold(tl.load(x + at), HELD))
 
 
 def test_constants() -> None:
@@ -55,25 +62,44 @@ def test_product_sums_in_the_accumulator(dtype: torch.dtype, interpreted: Interp
     assert_accurate(out, eager, exact, wide, "product")
 
 
-def allowed(exact: torch.Tensor, eager: torch.Tensor, dtype: torch.dtype) -> float:
-    """Twice the error of fp32 torch, in the dtype's units, and one unit."""
+def allowed(exact: torch.Tensor, eager: torch.Tensor, dtype: torch.dtype, cap: float = 1.0) -> float:
+    """Twice the error of fp32 torch, in the dtype's units, and one unit of the cap."""
     eps = torch.finfo(dtype).eps
-    return 2 * float((eager.double() - exact).abs().max()) * eps / torch.finfo(torch.float32).eps + eps
+    return 2 * float((eager.double() - exact).abs().max()) * eps / torch.finfo(torch.float32).eps + eps * cap
 
 
+@pytest.mark.parametrize("cap", [1.0, 0.7, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("fast", [True, False])
-def test_tanh_is_absolutely_accurate(fast: bool, dtype: torch.dtype, interpreted: Interpreted) -> None:
-    x = torch.cat([torch.linspace(-12, 12, 2041), torch.tensor([0.0, 1e-30, 1e4, -1e4, 3e38, -3e38, 0.4999])])
-    exact, eager, out = x.double().tanh(), x.tanh(), torch.empty_like(x, dtype=dtype)
-    interpreted(store_tanh, x.to(dtype), out, FAST=fast, SIZE=2048)
-    assert (out - exact).abs().max() <= allowed(exact, eager, dtype)
-    assert torch.equal(out[x.abs() > 100].float(), x[x.abs() > 100].sign())
+def test_softcap_is_absolutely_accurate(fast: bool, dtype: torch.dtype, cap: float, interpreted: Interpreted) -> None:
+    x = cap * torch.cat([torch.linspace(-12, 12, 2041), torch.tensor([0.0, 1e-30, 1e4, -1e4, 1e37, -1e37, 0.4999])])
+    exact, eager, out = cap * (x.double() / cap).tanh(), cap * (x / cap).tanh(), torch.empty_like(x, dtype=dtype)
+    interpreted(store_softcap, x.to(dtype), out, np.float64(cap) if dtype == torch.float64 else cap, FAST=fast, SIZE=2048)
+    assert (out - exact).abs().max() <= allowed(exact, eager, dtype, cap)
+    assert torch.equal(out[x.abs() > 100 * cap].float(), cap * x[x.abs() > 100 * cap].sign())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tanh_near_zero_is_relatively_accurate(dtype: torch.dtype, interpreted: Interpreted) -> None:
+def test_softcap_near_zero_is_relatively_accurate(dtype: torch.dtype, interpreted: Interpreted) -> None:
     x = torch.logspace(-12, -0.31, 256)
     exact, eager, out = x.double().tanh() / x, x.tanh() / x, torch.empty_like(x, dtype=dtype)
-    interpreted(store_tanh, x.to(dtype), out, FAST=False, SIZE=256)
+    interpreted(store_softcap, x.to(dtype), out, np.float64(1.0) if dtype == torch.float64 else 1.0, FAST=False, SIZE=256)
     assert (out.double() / x - exact).abs().max() <= allowed(exact, eager, dtype)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_large_softcap_overflows_nowhere(fast: bool, interpreted: Interpreted) -> None:
+    cap, x = 2e38, torch.tensor([-3e38, -2e38, -1e38, -1e37, 0.0, 1e37, 1e38, 3e38])
+    out = torch.empty_like(x)
+    interpreted(store_softcap, x, out, cap, FAST=fast, SIZE=8)
+    assert (out.double() / cap - (x.double() / cap).tanh()).abs().max() < 0.15  # capped at half the largest number
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("held", [True, False])
+def test_a_held_tile_is_the_same_tile(held: bool, dtype: torch.dtype, interpreted: Interpreted) -> None:
+    x = torch.randn(32, 16).to(dtype)
+    x[0, :6] = torch.tensor([0.0, float("inf"), float("-inf"), float("nan"), torch.finfo(dtype).max, torch.finfo(dtype).tiny])
+    out = torch.empty_like(x)
+    interpreted(store_held, x, out, HELD=held, ROWS=32, COLS=16)
+    assert torch.equal(out.nan_to_num(7.0), x.nan_to_num(7.0)) and out[0, 3].isnan()

@@ -17,6 +17,7 @@ from andrea_triton.testing import assert_accurate
 Interpreted = Callable[..., None]
 M, N, Q_START, H, B = 5, 12, 3, 2, 2
 ROWS, COLS = 8, 16
+KEEP = torch.ones(B, H, M, N, dtype=torch.uint8)
 
 
 @triton.jit
@@ -55,11 +56,11 @@ def store_logits(s, out, capped_out, terms, b, h, M, N, q_start, heads, ROWS: tl
 
 
 @triton.jit
-def store_grad(ds, capped, out, terms, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
+def store_grad(ds, capped, out, terms, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK: tl.constexpr):
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     q_pos, k_pos = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     seq = Seq(M, N, 0, 0, 0, 0, 0)
-    tl.store(out + at, product_grad(tl.load(ds + at), tl.load(capped + at), 0, 0, q_pos, k_pos, seq, terms))
+    tl.store(out + at, product_grad(tl.load(ds + at), tl.load(capped + at), 0, 0, q_pos, k_pos, seq, terms, CHECK))
 
 
 def run(terms: Terms, s: Tensor, interpreted: Interpreted, b: int = 1, h: int = 1) -> tuple[Tensor, Tensor]:
@@ -142,9 +143,10 @@ def test_user_functions_get_positions_inside_the_sequence(s: Tensor, interpreted
     assert torch.equal(out, s)
 
 
+@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("score", [None, bent])
-def test_product_grad_is_the_derivative(cap: float | None, score: Any, s: Tensor, interpreted: Interpreted) -> None:
+def test_product_grad_is_the_derivative(score: Any, cap: float | None, check: bool, s: Tensor, interpreted: Interpreted) -> None:
     def chain(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
         capped = x if cap is None else cap * torch.tanh(x / cap)
@@ -154,12 +156,17 @@ def test_product_grad_is_the_derivative(cap: float | None, score: Any, s: Tensor
     ds, out = torch.randn(ROWS, COLS), torch.empty(ROWS, COLS)
     eager, exact = chain(s), chain(s.double())
     terms = Terms(cap=cap, score=score, score_grad=None if score is None else bent_grad)
-    interpreted(store_grad, ds, eager[1], out, terms, ROWS, COLS, ROWS=ROWS, COLS=COLS)
+    interpreted(store_grad, ds, eager[1], out, terms, ROWS, COLS, ROWS=ROWS, COLS=COLS, CHECK=check)
     assert_accurate(out, eager[0], exact[0], torch.float32, "grad")
 
 
-@pytest.mark.parametrize("terms", [Terms(cap=1.0), Terms(score=bent, score_grad=infinite_grad)], ids=["cap", "score"])
-def test_where_no_gradient_flows_no_derivative_is_taken(terms: Terms, interpreted: Interpreted) -> None:
+@pytest.mark.parametrize(
+    ("terms", "check"),
+    [(Terms(cap=1.0), True), (Terms(score=bent, score_grad=infinite_grad), False), (Terms(cap=1.0, keep=matrix(KEEP)), False),
+     (Terms(cap=1.0, bias=matrix(KEEP)), False), (Terms(cap=1.0, mask=same_document), False)],
+    ids=["cap, edge", "score", "cap, mask", "cap, bias", "cap, own mask"],
+)  # fmt: skip
+def test_where_a_key_may_be_hidden_no_derivative_is_taken(terms: Terms, check: bool, interpreted: Interpreted) -> None:
     ds, capped, out = torch.zeros(ROWS, COLS), torch.full((ROWS, COLS), float("nan")), torch.empty(ROWS, COLS)
-    interpreted(store_grad, ds, capped, out, terms, ROWS, COLS, ROWS=ROWS, COLS=COLS)
+    interpreted(store_grad, ds, capped, out, terms, ROWS, COLS, ROWS=ROWS, COLS=COLS, CHECK=check)
     assert (out == 0).all()

@@ -109,7 +109,11 @@ def test_neither_length_nor_batch_chooses_a_tile(target: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "extras", "dtype", "kind"),
     [
-        ({"causal": True}, {}, torch.float16, "plain"),
+        ({"causal": True}, {}, torch.float16, "causal"),
+        ({"causal": True}, {"alibi": torch.zeros(2)}, torch.float16, "plain"),
+        ({"causal": True}, {"sinks": torch.zeros(2)}, torch.float16, "plain"),
+        ({}, {}, torch.float16, "plain"),
+        ({"causal": True, "dropout_p": 0.1}, {"seed": 1}, torch.float16, "dropout"),
         ({"causal": True}, {}, torch.float64, "plain"),
         ({"causal": True, "window": 9}, {"alibi": torch.zeros(2)}, torch.float16, "window"),
         ({"window": 9, "softcap": 1.0}, {}, torch.float16, "terms"),
@@ -128,11 +132,12 @@ def test_kinds_of_calls(settings: Any, extras: Any, dtype: torch.dtype, kind: st
 def test_tiled_changes_tile_and_grid_only() -> None:
     launches, problem = made(ALL)
     for launch in launches:
-        other = plan.tiled(launch, problem, Config(16, 16, 2, 1))
-        changed = {"BLOCK_M", "BLOCK_N"} & launch.constexprs.keys()
+        other = plan.tiled(launch, problem, Config(16, 16, 2, 1, True))
+        changed = {"BLOCK_M", "BLOCK_N", "HELD"} & launch.constexprs.keys()
         assert {**other.constexprs, **{name: launch.constexprs[name] for name in changed}} == launch.constexprs
-        assert all(other.constexprs[name] == 16 for name in changed)
-        assert (other.args, other.configs, other.config) == (launch.args, launch.configs, Config(16, 16, 2, 1))
+        assert all(other.constexprs[name] == getattr(Config(16, 16, 2, 1, True), name) for name in changed)
+        assert ("HELD" in changed) == (launch.name in ("forward", "dkdv", "dq"))
+        assert (other.args, other.configs, other.config) == (launch.args, launch.configs, Config(16, 16, 2, 1, True))
 
 
 def attention_of(dtype: torch.dtype = torch.float16, extras: dict[str, Any] | None = None, **settings: Any) -> Any:

@@ -16,7 +16,7 @@ from andrea_triton.launch.tune import Setting, Trial, entries, search, use, visi
 
 TINY = [
     "--target", "sm_80", "--kernel", "forward", "--d", "16", "--dtype", "fp16", "--rows", "32", "--cols", "32", "--warps", "4",
-    "--stages", "1", "--length", "64",
+    "--stages", "1", "--held", "yes", "--length", "64",
 ]  # fmt: skip
 OWN = candidates("forward", "sm_80", 16, 2, 64, 64)[0]
 SETTING = Setting("sm_80", 16, "fp16", 1, 1, 64)
@@ -80,6 +80,7 @@ def test_taking_a_table_drops_the_plans_made_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes", [{"tile": [64]}, {"tile": [64, 48, 8, 3]}, {"tile": [256, 32, 8, 3]}, {"tile": [64, 32, 3, 3]},
+                {"tile": [64, 32, 8, 3, 2]},
                 {"kernel": "backward"}, {"D": "64"}],
 )  # fmt: skip
 def test_a_wrong_table_is_refused_and_changes_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_what_does_not_compile_or_fit_is_skipped_and_counted(monkeypatch: pytest
     assert list(found) == ["forward", "dq"] and len(ticks) == 2 * 6
     assert [t.config for t in found["forward"][:3]] == [Config(64, 16), Config(16, 32), OWN]
     (line, _) = entries(SETTING, found, {name: trials[2].config for name, trials in found.items()})
-    assert line["tile"] == [64, 16, 4, 2] and line["skipped"] == {"does not compile": 1, "does not fit the card": 2}
+    assert line["tile"] == [64, 16, 4, 2, False] and line["skipped"] == {"does not compile": 1, "does not fit the card": 2}
 
 
 def test_a_card_without_room_fits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
