@@ -34,8 +34,8 @@ FAMILIES = {
     "sm_90": "hopper",
     "sm_100": "blackwell",
     "sm_103": "blackwell",
-    "sm_120": "ada",
-    "sm_121": "ada",
+    "sm_120": "blackwell rtx",
+    "sm_121": "blackwell rtx",
     "gfx942": "cdna",
     "gfx950": "cdna",
     "gfx1100": "rdna",
@@ -72,7 +72,7 @@ HALF = {
     ("dq", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16, 4, 1)},
     ("dq", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(32, 16, 8, 1), 256: C(16, 16, 8, 1)},
     ("dq", "ampere"): {32: H(128, 32), 64: H(128, 16), 128: H(128, 32, 8), 256: C(32, 32, 8, 1)},
-    ("dq", "ada"): {32: H(128, 32), 64: H(128, 16), 128: H(128, 32, 8), 256: C(32, 16, 8, 1)},
+    ("dq", "ada"): {32: H(128, 32), 64: H(128, 16), 128: H(128, 16, 8), 256: C(32, 16, 8, 1)},
     ("dq", "hopper"): {32: C(64, 64), 64: C(128, 64, 8, 1), 128: C(64, 64, 4, 1), 256: C(32, 32, 8, 1)},
     ("dq", "blackwell"): {32: C(64, 64), 64: C(64, 64), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dq", "cdna"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16)},
@@ -110,6 +110,10 @@ SPECIAL = {
     ("dq", "ada", "tf32"): {64: C(64, 32), 128: C(32, 32, 8)},
     ("dq", "hopper", "tf32"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1)},
 }
+# The consumer cards after ada take its tiles, but for a forward that spilled.
+HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forward", "dkdv", "dq")})
+HALF["forward", "blackwell rtx"] = {**HALF["forward", "ada"], 64: H(128, 32)}
+SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and neither ALiBi nor
 # sinks. window: keys end on the left. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by
 # element. ieee, tf32: fp32, by how it is multiplied.

@@ -111,6 +111,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "div.approx": quotient,
     "min.relu": lambda x, y: max(min(x, y), 0),
     "neg": lambda x: -x,
+    "abs": abs,
     "and": lambda x, y: x & y,
     "or": lambda x, y: x | y,
     "xor": lambda x, y: x ^ y,
