@@ -13,7 +13,8 @@ from andrea_triton.testing import Case
 from tests.compiled.replay import Recording, attention, decoding, finding
 
 CAUSAL = Case("causal", HQ=2, HKV=1, M=100, N=150, D=32, causal=True)
-LONGER = Case("longer", HQ=2, HKV=1, M=140, N=190, D=32, causal=True)
+LONGER = Case("longer", HQ=2, HKV=1, M=140, N=230, D=32, causal=True)
+ODD = Case("odd numbers of trips", HQ=2, HKV=1, M=140, N=190, D=32, causal=True)
 TILES = {
     "sm_80": tuple((name, Config(32, 32, 2, 2)) for name in ("forward", "dkdv", "dq")),
     "sm_90": (("forward", Config(64, 32, 4, 2)), ("dkdv", Config(32, 64, 4, 2)), ("dq", Config(64, 32, 4, 2))),
@@ -110,7 +111,7 @@ def calls(target: str, kernel: str) -> list[Recording]:
     """The calls that have to show a bug of a kernel."""
     if kernel in ("decode", "combine"):
         return [decoding(target)]
-    return [attention(case, target, TILES[target]) for case in (CAUSAL, LONGER)]
+    return [attention(case, target, TILES[target]) for case in (CAUSAL, LONGER, ODD)]
 
 
 def mutants(text: str) -> dict[str, str]:
