@@ -63,7 +63,7 @@ def tiles(name: str) -> list[str]:
 
     lines = []
     for kernel in ("forward", "dkdv", "dq"):
-        config = candidates(kernel, name, 64, 2, 1024, 1024)[0]
+        config = candidates(kernel, name, 64, 2, 1024, 1024, "causal")[0]
         tile = f"{config.BLOCK_M} queries x {config.BLOCK_N} keys"
         how = "" if name == "interpreter" else str(config)[str(config).index(",") :]
         lines.append(f"  {kernel:12} {tile}{how}")

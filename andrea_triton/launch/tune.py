@@ -181,7 +181,7 @@ def provenance(rank: str) -> dict[str, Any]:
 
 def own_tile(kernel: str, setting: Setting) -> Config:
     """What the library takes."""
-    kind = {"fp32": "ieee", "tf32": "tf32"}.get(setting.dtype, "plain")
+    kind = {"fp32": "ieee", "tf32": "tf32", "fp64": "plain"}.get(setting.dtype, "causal")
     itemsize = report.DTYPES[setting.dtype].itemsize
     return configs.candidates(kernel, setting.target, setting.D, itemsize, setting.length, setting.length, kind)[0]
 

@@ -9,7 +9,7 @@ import triton
 
 from andrea_triton.launch import report
 from andrea_triton.launch.cards import CARDS
-from andrea_triton.launch.configs import candidates
+from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.report import DTYPES
 from bench import static
 from bench.static import (
@@ -36,8 +36,9 @@ ROW = {
 # Beside plain causal's cycles per score element of the same kernel. A bias is read element by element, and a softcap takes one
 # more exponential and one division: these are counted apart.
 MOST = 1.35
-# On sm_90, where products are fastest, ALiBi's distance takes 1.40 (all pipes overlapping: 1.77) times, by its conversions.
-DEARER = {("sm_90", "alibi"): 1.8}
+# On sm_90, where products are fastest, ALiBi takes at most 1.37 times (all pipes overlapping: 1.49): the distance, and logits
+# that are made before the maximum.
+DEARER = {("sm_90", "alibi"): 1.5}
 # On gfx1100 a wave has 256 registers and no others to spill to, and no tile was found that does without.
 SPILLING = {("gfx1100", 128, "dkdv"), ("gfx1100", 128, "dq")}
 
@@ -56,9 +57,10 @@ def test_the_table_is_whole() -> None:
 
 
 def test_the_table_counts_the_tiles_that_the_library_takes() -> None:
-    by_dtype, by_variant = {"fp32": "ieee", "tf32": "tf32"}, {"window": "window", "softcap": "terms", "bias": "matrix"}
+    by_dtype = {"fp32": "ieee", "tf32": "tf32"}
+    by_variant = {"causal": "causal", "gqa": "causal", "window": "window", "softcap": "terms", "bias": "matrix"}
     for row in MAIN:
-        tile = tuple(row[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+        tile = tuple(row[name] for name in Config._fields)
         itemsize = DTYPES[row["dtype"]].itemsize
         kind = by_dtype.get(row["dtype"]) or by_variant.get(row["variant"], "plain")
         assert tile == candidates(row["kernel"], row["target"], row["D"], itemsize, 1024, 1024, kind)[0], named(row)
