@@ -48,7 +48,7 @@ SOURCE: dict[str, Planted] = {
     "full blocks one too many": Planted(bands.key_span, "q_first + band.right + 1, N", "q_first + band.right + BLOCK_N, N"),
     "first query block left out": Planted(bands.query_span, "round_down(lo, BLOCK_M), hi - (", "full_lo, hi - ("),
     "ragged query block left out": Planted(bands.query_span, "seq.M\n", "round_down(seq.M, BLOCK_M)\n"),
-    "held tiles changed": Planted(numerics.hold, "(x + tl.dot(", "(2 * x + tl.dot("),
+    "held tiles changed": Planted(numerics.hold, "(x + tl.dot(", "(tl.dot("),
     "jump over full blocks forgotten": Planted(bands.block_at, "span.full_hi - span.full_lo", "0", WINDOW),
     "max replaced by min": Planted(softmax.step, "tl.maximum", "tl.minimum"),
     "row sum not rescaled": Planted(softmax.add_sum, "* alpha[:, None]", ""),
