@@ -74,9 +74,9 @@ def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N
     sink = None if sinks is None else tl.load(sinks + h).to(attention.acc)
     out, row_max, row_sum, lse = finish(state, sink, attention.exact)
 
-    store_tile(Head(o, seq.batch, h, seq.first_q), row, seq.M, out, attention.DV)
     live = row + tl.arange(0, BLOCK_M) < seq.M
     tl.store(row_pointers(totals.lse, h, row, attention.sizes, seq, BLOCK_M), lse, mask=live)
     if totals.row_max is not None:
         tl.store(row_pointers(totals.row_max, h, row, attention.sizes, seq, BLOCK_M), row_max, mask=live)
         tl.store(row_pointers(totals.row_sum, h, row, attention.sizes, seq, BLOCK_M), row_sum, mask=live)
+    store_tile(Head(o, seq.batch, h, seq.first_q), row, seq.M, out, attention.DV)

@@ -83,6 +83,7 @@ HALF = {
 SPECIAL = {
     ("forward", "ampere", "causal"): {64: H(128, 64)},
     ("dq", "ampere", "causal"): {64: H(128, 32)},
+    ("forward", "ada", "terms"): {64: C(128, 32)},
     ("forward", "ampere", "dropout"): {64: H(128, 32)},
     ("forward", "ada", "dropout"): {64: H(128, 32)},
     ("dkdv", "ampere", "dropout"): {64: C(16, 128)},
@@ -96,7 +97,7 @@ SPECIAL = {
     ("dkdv", "ada", "matrix"): {64: C(32, 64, 4, 1)},
     ("forward", "ampere", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 4, 1)},
     ("forward", "ada", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 8, 1)},
-    ("forward", "hopper", "ieee"): {32: C(64, 32), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1)},
+    ("forward", "hopper", "ieee"): {32: C(64, 32), 64: C(32, 32), 128: C(32, 32, 8, 1)},
     ("dkdv", "ampere", "ieee"): {32: C(32, 64), 64: C(16, 64), 128: C(16, 32, 4, 1)},
     ("dkdv", "ada", "ieee"): {32: C(32, 32, 4, 1), 64: C(16, 32, 4, 1), 128: C(16, 32, 4, 1)},
     ("dkdv", "hopper", "ieee"): {32: C(32, 32, 4, 1), 64: C(16, 32, 4, 1), 128: C(32, 32, 8, 1)},

@@ -266,10 +266,19 @@ def test_no_spill_in_a_main_loop(target: str, D: int) -> None:
 
 def test_the_forward_at_home_shape_on_sm_80() -> None:
     row = counted("sm_80", 64, "bf16", "causal", 1024)[0]
-    assert row.config == Config(128, 64, 4, 2) and row.code is not None
+    assert row.config == Config(128, 64, 4, 2, True) and row.code is not None
     assert (row.code.spill_loads, row.code.spill_stores) == (0, 0)
     full, _ = row.loops()
-    assert full is not None and full.total <= 620
+    assert full is not None and full.total <= 612 and full.overlap_tflops >= 311 and full.serial_tflops >= 186
+
+
+@pytest.mark.parametrize(
+    ("target", "overlap", "serial"),
+    [("sm_80", 222, 136), ("sm_90", 677, 422), pytest.param("sm_89", 118, 101, marks=pytest.mark.slow)],
+)
+def test_the_backward_at_home_shape(target: str, overlap: float, serial: float) -> None:
+    nominal = report.nominal_backward(counted(target, 64, "bf16", "causal", 1024))
+    assert nominal is not None and nominal[0] >= overlap and nominal[1] >= serial
 
 
 def test_the_forward_at_home_shape_on_sm_90() -> None:
