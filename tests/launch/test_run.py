@@ -110,7 +110,7 @@ def test_the_best_tiling_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_out_of_resources_takes_the_next_smaller_tile_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, tiles = Card(2048, monkeypatch), candidates("forward", "sm_80", 64, 2, 300, 300)
+    card, tiles = Card(2048, monkeypatch), candidates("forward", "sm_80", 64, 2, 300, 300, "causal")
     fits = next(c for c in tiles if c.BLOCK_M * c.BLOCK_N <= 2048)
     (warning,) = attend(card, 300)
     assert "forward" in warning and str(tiles[0]) in warning and "shared memory" in warning
