@@ -117,8 +117,8 @@ HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forw
 HALF["forward", "blackwell rtx"] = {**HALF["forward", "ada"], 64: H(128, 32)}
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and neither ALiBi nor
-# sinks. window: keys end on the left. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by
-# element. ieee, tf32: fp32, by how it is multiplied.
+# sinks. window: keys end on the left. dropout: with random numbers. terms: softcap, the caller's score or mask. matrix: a bias or
+# mask that is read element by element. ieee, tf32: fp32, by how it is multiplied.
 KINDS = ("plain", "causal", "window", "dropout", "terms", "matrix", "ieee", "tf32")
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}

@@ -204,8 +204,8 @@ def entries(setting: Setting, found: dict[str, list[Trial]], own: dict[str, Conf
 
 def use(file: str | os.PathLike[str] | None) -> None:
     """Take the tiles of a table, in every later call of this process whose kernel, target, head dim and element size it names.
-    Calls with a window, a softcap, a bias, a mask or a score keep the library's tiles, for plain calls were searched. Kernels
-    already captured in a CUDA graph stay as they are.
+    Calls with a window, a softcap, dropout, a bias, a mask or a score keep the library's tiles, for plain calls were searched.
+    Kernels already captured in a CUDA graph stay as they are.
 
     Args:
         file: what `python -m andrea_triton.launch.tune --out FILE` wrote; None goes back to the library's own tiles.

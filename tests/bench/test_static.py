@@ -71,6 +71,22 @@ def test_no_kernel_spills_in_a_main_loop() -> None:
     assert {named(row): row["spills_in_loops"] for row in MAIN if row["target"] in WIDE_TARGETS and row["spills_in_loops"]} == {}
 
 
+def test_the_home_shape_is_as_fast_as_is_asked() -> None:
+    """Whole TFLOP/s by the model, overlapping and serial, of the forward and of dkdv and dq together; the two recomputed products
+    of the backward do not count. 223, 118 and 678 are all that the tensor cores can."""
+    home = {(row["target"], row["kernel"]): row for row in MAIN if call_of(row)[1:] == (64, "bf16", "causal")}
+    forward = {"sm_80": (312, 174), "sm_86": (26, 21), "sm_89": (165, 137), "sm_90": (920, 467)}
+    both = {"sm_80": (223, 117), "sm_89": (118, 96), "sm_90": (678, 415)}
+    for target, asked in forward.items():
+        row = home[target, "forward"]
+        found = (row["full"]["overlap_tflops"], row["full"]["serial_tflops"])
+        assert all(a <= round(b) for a, b in zip(asked, found, strict=True)) and row["ctas_per_sm"] >= 2, (target, found)
+    for target, asked in both.items():
+        card, rows = CARDS[target], [home[target, kernel]["full"] for kernel in ("dkdv", "dq")]
+        found = tuple(10 * 64 * card.sms * card.ghz / 1e3 / sum(row[way] for row in rows) for way in ("overlap", "serial"))
+        assert all(a <= round(b) for a, b in zip(asked, found, strict=True)), (target, found)
+
+
 def test_amd_kernels_spill_nowhere_else() -> None:
     found = {(row["target"], row["D"], row["kernel"]) for row in MAIN if row["spill_loads"] and row["target"].startswith("gfx")}
     assert found == SPILLING
