@@ -14,6 +14,8 @@ from .problem import Problem, make_problem
 from .reference import weights
 from .spec import AttentionSpec, Mask, Score, Window, make_spec
 
+# dropout_p is 0 by default, not 0.0: torch.compile makes a number of a default that is a float, and loses it between the
+# subgraphs of two checkpointed calls.
 Settings = tuple[bool, float | None, Window, int | None, float | None, float, bool]
 
 
@@ -28,7 +30,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: Window = None,
     q_start: int | None = None, softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None,
     sinks: Tensor | None = None, key_lengths: Tensor | None = None, score: Score | None = None,
-    mask: Mask | Tensor | None = None, dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False,
+    mask: Mask | Tensor | None = None, dropout_p: float = 0, seed: int | Tensor | None = None, precise: bool = False,
     return_lse: bool = False, return_stats: bool = False, validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Exact softmax attention, in tiles, without the M×N matrix.
@@ -82,6 +84,7 @@ def attention(
         [0.788, 0.212]
     """
     q, k, v = _autocast(q, k, v)
+    bias, sinks = _cast_alike(bias, q), _cast_alike(sinks, q)
     seed = _drawn(seed, dropout_p, q)
     settings = (causal, scale, window, q_start, softcap, dropout_p, precise)
     plain = bias is alibi is sinks is key_lengths is seed is None and score is None and mask is None
@@ -97,7 +100,7 @@ def attention(
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: Window = None, q_start: int | None = None,
     softcap: float | None = None, bias: Tensor | None = None, alibi: Tensor | None = None, sinks: Tensor | None = None,
-    key_lengths: Tensor | None = None, score: Score | None = None, mask: Mask | Tensor | None = None, dropout_p: float = 0.0,
+    key_lengths: Tensor | None = None, score: Score | None = None, mask: Mask | Tensor | None = None, dropout_p: float = 0,
     seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False, return_stats: bool = False,
     validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
@@ -135,7 +138,7 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int, *, causal: bool = False,
     scale: float | None = None, window: Window = None, q_start: int | None = None, softcap: float | None = None,
     alibi: Tensor | None = None, sinks: Tensor | None = None, score: Score | None = None, mask: Mask | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False,
+    dropout_p: float = 0, seed: int | Tensor | None = None, precise: bool = False, return_lse: bool = False,
     return_stats: bool = False, validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of sequences packed one after the other: sequence s owns the rows cu_seqlens[s] up to cu_seqlens[s + 1].
@@ -170,6 +173,7 @@ def varlen_attention(
         True
     """
     q, k, v = _autocast(q, k, v)
+    sinks = _cast_alike(sinks, q)
     spec = _spec((causal, scale, window, q_start, softcap, dropout_p, precise))
     problem = make_problem(
         q, k, v, spec, alibi=alibi, sinks=sinks, score=score, mask=mask, seed=_drawn(seed, dropout_p, q),
@@ -249,6 +253,7 @@ def attention_weights(
         [0.665, 0.09, 0.245]
     """
     q, k, _ = _autocast(q, k, k)
+    bias, sinks = _cast_alike(bias, q), _cast_alike(sinks, q)
     spec = make_spec(causal=causal, scale=scale, window=window, q_start=q_start, softcap=softcap)
     keep, user_mask = (mask, None) if isinstance(mask, Tensor) else (None, mask)
     problem = make_problem(
@@ -341,7 +346,10 @@ def _backend(name: str | None, q: Tensor) -> str:
 
 
 def _drawn(seed: int | Tensor | None, dropout_p: float, q: Tensor) -> int | Tensor | None:
-    """The seed of a call: its own, or one from torch's generator on q's device, so that checkpointing replays it."""
+    """The seed of a call: its own, or one from torch's generator on q's device, so that checkpointing replays it. A tensor is
+    copied, for it may be advanced in place before the backward reads it."""
+    if isinstance(seed, Tensor) and dropout_p != 0.0:
+        return seed.clone()
     if seed is not None or dropout_p == 0.0 or not isinstance(q, Tensor):
         return seed
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
@@ -353,3 +361,10 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if dtype is None or not q.is_floating_point() or q.dtype == torch.float64:
         return q, k, v
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _cast_alike(t: Tensor | None, q: Tensor) -> Tensor | None:
+    """bias or sinks: under autocast one of the other 16-bit dtype comes in q's, as torch's own attention has its mask."""
+    if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16) or t.dtype == q.dtype:
+        return t
+    return t if target.autocast_dtype(q.device) is None else t.to(q.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import cpu
 from .backends import dense_backward, run_backward, run_forward, run_statistics
 from .errors import UnsupportedError
-from .problem import Problem, accumulator, make_problem
+from .problem import Problem, accumulator, make_problem, unexpanded
 from .reference import reference
 from .spec import AttentionSpec
 
@@ -36,9 +36,12 @@ class Attend(torch.autograd.Function):
         problem: Problem,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        """Run the forward and keep what the backward reads."""
+        """Run the forward and keep what the backward reads, every tensor of the call in autograd's own keeping."""
         saved = run_forward(problem, q, k, v, backend)
-        ctx.save_for_backward(q, k, v, bias, sinks, *saved)
+        sides: tuple[Tensor, ...] = ()
+        if any([x is not None for x in problem.extras]):
+            problem, sides = problem.emptied()
+        ctx.save_for_backward(q, k, v, bias, sinks, *saved, *sides)
         ctx.problem, ctx.backend = problem, backend
         ctx.set_materialize_grads(False)
         return saved[0], saved[1]
@@ -47,14 +50,24 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients by the kernels; through the dense reference when they are to be differentiated again."""
         kept = ctx.saved_tensors  # read once: checkpointing makes them again at every reading
-        inputs, saved = kept[:5], kept[5:]
+        inputs, saved, sides = kept[:5], kept[5:9], kept[9:]
         if dout is None and dlse is None:
             return (None,) * 7
-        if torch.is_grad_enabled():
-            return (*dense_backward(ctx.problem, inputs, dout, dlse, True), None, None)
-        needs = tuple(ctx.needs_input_grad[:5])
-        grads = run_backward(ctx.problem, inputs, saved, dout, dlse, needs, ctx.backend)
-        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), None, None)
+        problem, needs = ctx.problem, tuple(ctx.needs_input_grad[:5])
+        if any([x is not None for x in problem.extras]) or inputs[3] is not None or inputs[4] is not None:
+            problem = problem.filled(sides, inputs[3], inputs[4])
+        own = problem.extras.score is not None or problem.extras.mask is not None
+        batched = torch._C._are_functorch_transforms_active()  # is_grads_batched, or jacobian(vectorize=True)
+        if torch.is_grad_enabled() or (batched and own):
+            grads: Any = dense_backward(problem, inputs, dout, dlse, torch.is_grad_enabled())
+        elif batched:
+            tensors, numbers = take_apart(problem, inputs[3], ctx.backend)
+            grads = TracedBackward.apply(dout, dlse, *saved, list(needs), *inputs[:3], *tensors, *numbers)
+        else:
+            grads = run_backward(problem, inputs, saved, dout, dlse, needs, ctx.backend)
+        # A gradient that is wanted and has nothing to flow from, at batch 0 for instance, is zero, as torch's is.
+        wanted = zip(grads, inputs, needs, strict=True)
+        return (*((torch.zeros_like(t) if g is None else g) if n else None for g, t, n in wanted), None, None)
 
 
 # The operators. Their arguments are a problem taken apart: what a graph can carry, tensors and numbers.
@@ -69,7 +82,7 @@ def take_apart(problem: Problem, bias: Tensor | None, backend: str) -> tuple[tup
         if x.seed is None or isinstance(x.seed, Tensor)
         else torch.full((), x.seed, dtype=torch.int64, device=problem.device)
     )
-    keep = None if x.keep is None else cpu.unexpanded(x.keep)
+    keep = None if x.keep is None else unexpanded(x.keep)
     tensors = (bias, x.sinks, keep, x.slopes, x.key_lengths, x.cu_seqlens_q, x.cu_seqlens_k, seed)
     band = (spec.left, spec.right, spec.q_start, spec.scale, spec.softcap, spec.dropout_p, spec.precise)
     return tensors, (*band, problem.max_q, problem.max_k, backend)
@@ -286,4 +299,8 @@ def attend(
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks)):
         out, lse, *_ = run_forward(problem, q, k, v, backend)
         return out, lse
+    score = problem.extras.score
+    if score is not None and score.grad is None and score.torch_fn is None:
+        way_out = "give it grad=, its derivative (1 where fn only adds), or torch_fn=, from which autograd finds it"
+        raise UnsupportedError("a gradient", "a Score without grad and torch_fn", way_out)
     return Attend.apply(q, k, v, bias, sinks, problem, backend)

@@ -1,21 +1,29 @@
 """One attention call, checked: tensors and a spec become a Problem, or an error says why not."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from andrea_triton.errors import DTypeError, ShapeError, UnsupportedError
-from andrea_triton.spec import MAX_LENGTH, AttentionSpec, Mask, Score, default_scale
-
-MAX_HEAD_DIM = 256
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INDEX_DTYPES = (torch.int32, torch.int64)
-
-Functor = TypeVar("Functor", Score, Mask)
+from andrea_triton.checks import (
+    FLOAT_DTYPES,
+    check_qkv,
+    checked_functor,
+    checked_key_lengths,
+    checked_longest,
+    checked_matrix,
+    checked_seed,
+    checked_sizes,
+    checked_slopes,
+    checked_starts,
+    checked_vector,
+    fail_shape,
+    refuse_in_packed,
+)
+from andrea_triton.errors import ShapeError
+from andrea_triton.spec import AttentionSpec, Mask, Score, default_scale
 
 
 class Extras(NamedTuple):
@@ -44,6 +52,9 @@ class Extras(NamedTuple):
     seed: int | Tensor | None = None
     score: Score | None = None
     mask: Mask | None = None
+
+
+SIDES = ("keep", "slopes", "key_lengths", "cu_seqlens_q", "cu_seqlens_k", "seed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +111,32 @@ class Problem:
         """Position of query 0 of a dense call. Each packed sequence resolves spec.q_start by its own lengths."""
         return self.N - self.M if self.spec.q_start is None else self.spec.q_start
 
+    def emptied(self) -> tuple["Problem", tuple[Tensor, ...]]:
+        """The problem without a tensor in it, and its tensors but bias and sinks: what autograd is to keep, and `filled` takes.
+        Kept by autograd, they are freed with the graph, seen by its hooks, and an error when changed in place."""
+        tensors: list[Tensor] = []
+
+        def taken(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            tensors.append(x)
+            return HOLE
+
+        extras = self.extras
+        keep = None if extras.keep is None else unexpanded(extras.keep)
+        extras = _with_each(extras._replace(bias=None, sinks=None, keep=keep), taken)
+        return replace(self, extras=extras), tuple(tensors)
+
+    def filled(self, tensors: Iterable[Tensor], bias: Tensor | None, sinks: Tensor | None) -> "Problem":
+        """An emptied problem with its tensors again; bias in the caller's own shape."""
+        rest, full = iter(tensors), (self.B, self.HQ, self.M, self.N)
+        extras = _with_each(self.extras, lambda x: next(rest) if x is HOLE else x)
+        return replace(self, extras=extras._replace(
+            bias=None if bias is None else bias.expand(full),
+            keep=None if extras.keep is None else extras.keep.expand(full),
+            sinks=None if sinks is None else sinks.contiguous(),
+        ))  # fmt: skip
+
     def band(self) -> tuple[int | None, int | None]:
         """spec.left and spec.right, no larger than hides no key at these lengths, so that both fit in 32 bits. An open side is
         None; one that hides nothing stays a number, for which side is open decides what is compiled, and lengths must not."""
@@ -113,6 +150,18 @@ class Problem:
             None if left is None else min(left, max(0, to_first_key)),
             None if right is None else min(right, max(0, to_last_key)),
         )
+
+
+HOLE: Any = object()  # where `emptied` took a tensor from
+
+
+def _with_each(extras: Extras, change: Callable[[Any], Any]) -> Extras:
+    """The extras with every value but bias and sinks changed, the arguments of the user's functions one by one."""
+    own = {name: change(getattr(extras, name)) for name in SIDES}
+    score, mask = extras.score, extras.mask
+    own["score"] = None if score is None else score._replace(args=tuple(map(change, score.args)))
+    own["mask"] = None if mask is None else mask._replace(args=tuple(map(change, mask.args)))
+    return extras._replace(**own)
 
 
 def make_problem(
@@ -175,34 +224,42 @@ def make_problem(
             raise ShapeError("mask and keep are both bool tensors; wanted one of them; combine them with mask & keep")
         keep, mask = mask, None
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    _check_qkv(q, k, v, 3 if packed else 4)
-    HQ, HKV, M, N, D, DV = _checked_sizes(q.shape, k.shape, v.shape, 0 if packed else 2)
+    check_qkv(q, k, v, 3 if packed else 4)
+    HQ, HKV, M, N, D, DV = checked_sizes(q.shape, k.shape, v.shape, 0 if packed else 2)
     if packed:
-        _refuse_in_packed(bias, keep, key_lengths)
-        longest_q, longest_k = _checked_longest("max_q", max_q), _checked_longest("max_k", max_k)
-        cu_seqlens_q = _checked_starts("cu_seqlens_q", cu_seqlens_q, q, longest_q, validate)
-        cu_seqlens_k = _checked_starts("cu_seqlens_k", cu_seqlens_k, k, longest_k, validate)
+        refuse_in_packed(bias, keep, key_lengths)
+        longest_q, longest_k = checked_longest("max_q", max_q), checked_longest("max_k", max_k)
+        cu_seqlens_q = checked_starts("cu_seqlens_q", cu_seqlens_q, q, longest_q, validate)
+        cu_seqlens_k = checked_starts("cu_seqlens_k", cu_seqlens_k, k, longest_k, validate)
         B = cu_seqlens_q.shape[0] - 1
         if cu_seqlens_k.shape[0] - 1 != B:
-            _fail_shape("cu_seqlens_k", cu_seqlens_k, f"({B + 1},), as cu_seqlens_q", "repeat an entry for no keys")
+            fail_shape("cu_seqlens_k", cu_seqlens_k, f"({B + 1},), as cu_seqlens_q", "repeat an entry for no keys")
     else:
         if max_q is not None or max_k is not None:
             raise ShapeError("max_q or max_k came alone; wanted cu_seqlens_q and cu_seqlens_k too; or leave it out")
         B, longest_q, longest_k = q.shape[0], 0, 0
     full, wide = (B, HQ, M, N), (q.dtype, torch.float32, torch.float64)
     extras = Extras(
-        None if bias is None else _checked_matrix("bias", bias, q, full, wide, "cast it; a bool mask goes to mask="),
-        None if keep is None else _checked_matrix("mask", keep, q, full, (torch.bool,), "use mask != 0, or bias="),
-        None if alibi is None else _checked_slopes(alibi, q, B, HQ),
-        None if sinks is None else _checked_vector("sinks", sinks, q, HQ, wide, "query head"),
-        None if key_lengths is None else _checked_key_lengths(key_lengths, q, B, N, validate),
+        None if bias is None else checked_matrix("bias", bias, q, full, wide, "cast it; a bool mask goes to mask="),
+        None if keep is None else checked_matrix("mask", keep, q, full, (torch.bool,), "use mask != 0, or bias="),
+        None if alibi is None else checked_slopes(alibi, q, B, HQ),
+        None if sinks is None else checked_vector("sinks", sinks, q, HQ, wide, "query head"),
+        None if key_lengths is None else checked_key_lengths(key_lengths, q, B, N, validate),
         cu_seqlens_q,
         cu_seqlens_k,
-        None if spec.dropout_p == 0.0 else _checked_seed(seed, q),
-        None if score is None else _checked_functor("score", score, Score, q),
-        None if mask is None else _checked_functor("mask", mask, Mask, q),
+        None if spec.dropout_p == 0.0 else checked_seed(seed, q),
+        None if score is None else checked_functor("score", score, Score, q),
+        None if mask is None else checked_functor("mask", mask, Mask, q),
     )
     return Problem(B, HQ, HKV, M, N, D, DV, q.dtype, q.device, spec, extras, longest_q, longest_k)
+
+
+def unexpanded(t: Tensor) -> Tensor:
+    """A broadcast view without its repetitions."""
+    for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            t = t.narrow(dim, 0, 1)
+    return t
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -219,181 +276,3 @@ def output_shape(t: Tensor, features: int, packed: bool) -> tuple[tuple[int, ...
     if t.stride(1) < t.stride(2):
         return (batch, rows, heads, features), True
     return (batch, heads, rows, features), False
-
-
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    """Fail unless q, k and v are strided float tensors of one dtype, device and rank."""
-    _check_tensor("q", q, q, FLOAT_DTYPES)
-    dtype, device = q.dtype, q.device
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor) or tensor.device != device:
-            _check_tensor(name, tensor, q, FLOAT_DTYPES)
-        if tensor.dtype != dtype:
-            got = ", ".join(f"{name} is {getattr(x, 'dtype', type(x))}" for name, x in (("q", q), ("k", k), ("v", v)))
-            way_out = "cast them to one float dtype, or call under torch.autocast"
-            raise DTypeError(f"{got}; wanted one dtype, outside autocast; {way_out}")
-        if tensor.layout is not torch.strided:
-            way_out = f"use {name}.to_dense(), or varlen_attention for sequences of many lengths"
-            raise DTypeError(f"{name} has layout {tensor.layout}; wanted torch.strided; {way_out}")
-        if tensor.dim() != rank:
-            way_out = "pass all of q, k, v packed" if rank == 3 else "unsqueeze it, or use varlen_attention if packed"
-            _fail_shape(name, tensor, "(total, H, D)" if rank == 3 else "(B, H, T, D)", way_out)
-
-
-def _checked_sizes(q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: int) -> tuple[int, int, int, int, int, int]:
-    """HQ, HKV, M, N, D, DV of three shapes whose rows lie along the dim `rows`, checked against each other."""
-    HQ, M, D, HKV, N, DV = q[1], q[rows], q[-1], k[1], k[rows], v[-1]
-    if rows == 2 and (k[0] != q[0] or v[0] != q[0]):
-        way_out = "broadcast with expand, which copies nothing"
-        raise ShapeError(f"q, k, v have batch {q[0]}, {k[0]}, {v[0]}; wanted one batch; {way_out}")
-    if v[rows] != N:
-        raise ShapeError(f"v has {v[rows]} rows; wanted {N}, one per key, as k has; slice k and v alike")
-    if v[1] != HKV:
-        raise ShapeError(f"v has {v[1]} heads; wanted {HKV}, as k has; repeat or slice heads of k and v alike")
-    if HQ % HKV != 0 if HKV else HQ != 0:
-        raise ShapeError(f"k has {HKV} heads; q has {HQ}, which is not a multiple of {HKV}; repeat or slice heads")
-    if k[-1] != D:
-        raise ShapeError(f"k has head dim {k[-1]}; wanted {D}, as q has; project or pad q and k to one head dim")
-    if not (1 <= D <= MAX_HEAD_DIM and 1 <= DV <= MAX_HEAD_DIM):
-        way_out = "use more heads of fewer features"
-        raise ShapeError(f"q has head dim {D} and v {DV}; wanted 1 to {MAX_HEAD_DIM} each; {way_out}")
-    if not torch.compiler.is_compiling() and (M > MAX_LENGTH or N > MAX_LENGTH):
-        raise ShapeError(f"q has {M} rows and k has {N}; wanted at most 2**28 each; split the keys and merge_attention")
-    return HQ, HKV, M, N, D, DV
-
-
-def _refuse_in_packed(bias: Tensor | None, keep: Tensor | None, key_lengths: Tensor | None) -> None:
-    """Fail for the dense tensors that packed sequences have no place for."""
-    if bias is not None:
-        raise UnsupportedError("bias", "varlen", "packed sequences have no (B, H, M, N); use score=Score(...)")
-    if keep is not None:
-        raise UnsupportedError("mask", "varlen", "packed sequences have no (B, H, M, N); use mask=Mask(...)")
-    if key_lengths is not None:
-        raise UnsupportedError("key_lengths", "varlen", "cu_seqlens_k already gives each sequence's keys")
-
-
-def _checked_longest(name: str, value: int | None) -> int:
-    """The most rows of a packed sequence."""
-    if value is None:
-        raise ShapeError(f"{name} is missing; wanted the most rows of any sequence; pass an upper bound")
-    _check_integer(name, value)
-    if value < 0:
-        raise ShapeError(f"{name} is {value}; wanted at least 0; pass the most rows of any sequence")
-    return value
-
-
-def _checked_starts(name: str, starts: Tensor | None, rows: Tensor, longest: int, validate: bool) -> Tensor:
-    """The starts of packed sequences as int32; contents are checked where reading them is free or asked for."""
-    if starts is None:
-        raise ShapeError(f"{name} is missing; wanted both; pass one tensor twice for self-attention")
-    _check_tensor(name, starts, rows, INDEX_DTYPES)
-    if starts.dim() != 1 or starts.shape[0] == 0:
-        _fail_shape(name, starts, "(sequences + 1,)", "start with 0 and append each sequence's end")
-    if _may_read(starts, validate):
-        values: list[int] = starts.tolist()
-        if values[0] != 0:
-            raise ShapeError(f"{name} starts at {values[0]}; wanted 0; put a 0 before the cumulated lengths")
-        for start, end in pairwise(values):
-            if end < start:
-                raise ShapeError(f"{name} decreases from {start} to {end}; wanted it not to; use cumsum of the lengths")
-            if end - start > longest:
-                wanted = f"wanted at most {longest}, which max_{name[-1]} says; raise max_{name[-1]}"
-                raise ShapeError(f"{name} has a sequence of {end - start} rows; {wanted}")
-        if values[-1] > rows.shape[0]:
-            wanted = f"wanted at most {rows.shape[0]}, the rows of {name[-1]}; clip the lengths"
-            raise ShapeError(f"{name} ends at {values[-1]}; {wanted}")
-    return starts.to(torch.int32)
-
-
-def _checked_matrix(
-    name: str, tensor: Tensor, q: Tensor, full: tuple[int, ...], dtypes: Sequence[torch.dtype], way_out: str
-) -> Tensor:
-    """A (B, HQ, M, N) view of the tensor."""
-    _check_tensor(name, tensor, q, dtypes, way_out)
-    shape = tensor.shape
-    if len(shape) > 4 or any(a != 1 and a != b for a, b in zip(shape[::-1], full[::-1], strict=False)):
-        _fail_shape(name, tensor, f"one that broadcasts to (B, HQ, M, N) = {full}", "slice it, or use dims of size 1")
-    return tensor.expand(full)
-
-
-def _checked_slopes(slopes: Tensor, q: Tensor, B: int, HQ: int) -> Tensor:
-    """The ALiBi slopes as (B, HQ) float32."""
-    _check_tensor("alibi", slopes, q, FLOAT_DTYPES)
-    if slopes.dim() not in (1, 2) or slopes.shape[-1] != HQ or (slopes.dim() == 2 and slopes.shape[0] != B):
-        _fail_shape("alibi", slopes, f"({HQ},) or ({B}, {HQ}), a slope per query head", "slice or expand it")
-    if slopes.requires_grad:
-        raise UnsupportedError("alibi", "every backend", "slopes get no gradient; pass alibi.detach(), or train a bias")
-    return slopes.to(torch.float32).expand(B, HQ)
-
-
-def _checked_vector(name: str, tensor: Tensor, q: Tensor, size: int, dtypes: Sequence[torch.dtype], per: str) -> Tensor:
-    """The tensor, (size,)."""
-    _check_tensor(name, tensor, q, dtypes)
-    if tensor.dim() != 1 or tensor.shape[0] != size:
-        _fail_shape(name, tensor, f"({size},), one per {per}", "slice or expand it")
-    return tensor
-
-
-def _checked_key_lengths(key_lengths: Tensor, q: Tensor, B: int, N: int, validate: bool) -> Tensor:
-    """The key lengths as (B,) int32."""
-    _checked_vector("key_lengths", key_lengths, q, B, INDEX_DTYPES, "batch entry")
-    if _may_read(key_lengths, validate):
-        for i, length in enumerate(key_lengths.tolist()):
-            if not 0 <= length <= N:
-                raise ShapeError(f"key_lengths[{i}] is {length}; wanted 0 to {N}, the rows of k; clamp it")
-    return key_lengths.to(torch.int32)
-
-
-def _checked_seed(seed: int | Tensor | None, q: Tensor) -> int | Tensor:
-    """The seed of a call that drops weights."""
-    if seed is None:
-        raise ShapeError("seed is None with dropout_p above 0; wanted a seed; pass an int or an int64 tensor")
-    if isinstance(seed, Tensor):
-        _check_tensor("seed", seed, q, (torch.int64,))
-        if seed.numel() != 1:
-            _fail_shape("seed", seed, "one element", "pass one element of it")
-        return seed
-    _check_integer("seed", seed)
-    if not -(2**63) <= seed < 2**64:
-        raise ShapeError(f"seed is {seed}; wanted 64 bits, -2**63 to 2**64 - 1; pass seed % 2**64")
-    return seed
-
-
-def _checked_functor(name: str, functor: Functor, kind: type[Functor], q: Tensor) -> Functor:
-    """The user's Score or Mask, its tensors on q's device."""
-    if not isinstance(functor, kind):
-        way_out = f"use {name}={kind.__name__}(fn, ...)"
-        raise DTypeError(f"{name} is a {type(functor).__name__}; wanted a {kind.__name__}; {way_out}")
-    for argument in functor.args:
-        if isinstance(argument, Tensor):
-            _check_tensor(f"a tensor of {name}.args", argument, q, (argument.dtype,))
-    return functor
-
-
-def _check_integer(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise DTypeError(f"{name} is a {type(value).__name__}; wanted an int; pass int({name})")
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, q: Tensor, dtypes: Sequence[torch.dtype], way_out: str = "cast it with .to(dtype)"
-) -> None:
-    """Fail unless this is a tensor on q's device with one of these dtypes."""
-    if not isinstance(tensor, Tensor):
-        raise DTypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor; use torch.as_tensor({name})")
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
-        raise DTypeError(f"{name} is {tensor.dtype}; wanted {wanted}; {way_out}")
-    if tensor.device != q.device:
-        raise DTypeError(f"{name} is on {tensor.device}; wanted {q.device}, as q; move it with {name}.to(q.device)")
-
-
-def _may_read(tensor: Tensor, validate: bool) -> bool:
-    """True when reading the contents is free (a plain CPU tensor, outside tracing) or asked for."""
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
-        return False
-    return validate or tensor.is_cpu
-
-
-def _fail_shape(name: str, tensor: Tensor, wanted: str, way_out: str) -> NoReturn:
-    raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; wanted {wanted}; {way_out}")

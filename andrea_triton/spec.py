@@ -1,8 +1,13 @@
 """What kind of attention a call asks for: keywords in, one frozen and canonical AttentionSpec out. No tensors here."""
 
+import copy
+import importlib
 import math
+import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 from andrea_triton.errors import DTypeError, ShapeError
@@ -15,12 +20,16 @@ Window = int | tuple[int | None, int | None] | None
 
 
 class Score(NamedTuple):
-    """A user's change to the scores, after scale and softcap, before ALiBi, bias and the masks.
+    """A user's change to the scores, after scale and softcap, before ALiBi, bias and the masks. It can be copied, and pickled where
+    its functions stand at the top level of a module.
 
     Args:
         fn: jit function `fn(score, batch, head, q_pos, k_pos, *args) -> score`.
-        grad: jit function `grad(score, batch, head, q_pos, k_pos, *args)`, the derivative of fn by score; None means 1.
-        args: tensors and numbers handed to every function; they get no gradient from the kernels.
+        grad: the derivative of fn by score: a jit function `grad(score, batch, head, q_pos, k_pos, *args)`, or 1 where fn only
+            adds to the score. With None the gradients come from torch_fn by autograd, on every backend, block by block and
+            slower than by the kernels; without torch_fn too, asking for a gradient is an error.
+        args: tensors and numbers handed to every function; a jit function gets the address of a tensor's first element. They
+            get no gradient.
         torch_fn: fn again on dense torch tensors that broadcast to (B, HQ, M, N), for the backends without kernels.
 
     Example:
@@ -33,9 +42,18 @@ class Score(NamedTuple):
     args: tuple[Any, ...] = ()
     torch_fn: Callable[..., Any] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Score":
+        """Functions are shared, arguments are copied."""
+        return self._replace(args=copy.deepcopy(self.args, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Functions are pickled by name."""
+        return _restored, (Score, *[_named_function(x) if callable(x) else x for x in self])
+
 
 class Mask(NamedTuple):
-    """A user's own mask: True where the query may see the key.
+    """A user's own mask: True where the query may see the key. It can be copied, and pickled where its functions stand at the top
+    level of a module.
 
     Args:
         fn: jit function `fn(batch, head, q_pos, k_pos, *args) -> bool`.
@@ -50,6 +68,40 @@ class Mask(NamedTuple):
     fn: Any
     args: tuple[Any, ...] = ()
     torch_fn: Callable[..., Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mask":
+        """Functions are shared, arguments are copied."""
+        return self._replace(args=copy.deepcopy(self.args, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Functions are pickled by name."""
+        return _restored, (Mask, *[_named_function(x) if callable(x) else x for x in self])
+
+
+class _Named(NamedTuple):
+    """A function at the top level of a module, jit or not, as it is pickled: jit functions hold locks, which cannot be."""
+
+    module: str
+    name: str
+
+
+def _named_function(function: Any) -> _Named:
+    """The name that leads to a function from any process.
+
+    Raises:
+        PicklingError: there is none.
+    """
+    inner = getattr(function, "fn", function)  # what a jit function was made from
+    named = _Named(getattr(inner, "__module__", ""), getattr(inner, "__qualname__", repr(inner)))
+    if getattr(sys.modules.get(named.module), named.name, None) is not function:
+        wanted = "wanted a function at the top level of a module, by whose name another process finds it; define it there"
+        raise pickle.PicklingError(f"{named.name} of {named.module} cannot be pickled; {wanted}")
+    return named
+
+
+def _restored(kind: Any, *fields: Any) -> Any:
+    """A pickled Score or Mask."""
+    return kind(*[getattr(importlib.import_module(x.module), x.name) if isinstance(x, _Named) else x for x in fields])
 
 
 @dataclass(frozen=True)
@@ -138,7 +190,7 @@ def default_scale(head_dim: int) -> float:
     """The scale of a call that names none: 1/sqrt(D).
 
     Args:
-        head_dim: D, the number of features of a query.
+        head_dim: D, the number of features of a query; without any q·k is 0, whatever its factor.
 
     Returns:
         The factor of q·k.
@@ -150,7 +202,7 @@ def default_scale(head_dim: int) -> float:
         >>> default_scale(64)
         0.125
     """
-    return 1.0 / math.sqrt(head_dim)
+    return 1.0 / math.sqrt(max(head_dim, 1))
 
 
 def _window_distances(window: Window, causal: bool) -> tuple[int | None, int | None]:
@@ -198,8 +250,11 @@ def _check_flag(name: str, value: object) -> None:
 
 def _real(name: str, value: object) -> float:
     """Value as a float; fail unless it is a real Python number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise DTypeError(f"{name} is {_named(value)}; wanted a Python number; pass float({name})")
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
+        way_out = f"pass float({name})"
+        if name == "scale":
+            way_out = "multiply q by it and pass scale=1.0, which keeps its gradient; float(scale) of one that needs none"
+        raise DTypeError(f"{name} is {_named(value)}; wanted a Python number; {way_out}")
     try:
         return float(value)
     except OverflowError:

@@ -142,8 +142,12 @@ def gpu_target() -> Any:
 
 
 def float32_precision() -> str:
-    """How fp32 matrix products are made: "ieee", or "tf32" when torch's own setting asks for it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """How fp32 matrix products are made: "ieee", or "tf32" when torch's own setting for GPUs asks for it. Since torch 2.9 there
+    are two ways to say it, and asking by the older fails after one said it by the newer."""
+    found = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if found is None:
+        found = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if found == "tf32" else "ieee"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -6,7 +6,7 @@ import triton.language as tl
 from andrea_triton.kernels.bands import Span
 from andrea_triton.kernels.forward import attend
 from andrea_triton.kernels.numerics import LOG2E
-from andrea_triton.kernels.softmax import finish, start
+from andrea_triton.kernels.softmax import finish, sink_weight, start
 from andrea_triton.kernels.views import Head, sequence
 
 
@@ -84,7 +84,7 @@ def combine(part_out, part_lse, sinks, o, lse_out, attention, SPLITS: tl.constex
 
     acc, total = tl.zeros([BLOCK_M, COLS_V], attention.acc), tl.zeros([BLOCK_M], attention.acc)
     if sinks is not None:
-        total += tl.exp2((tl.load(sinks + h).to(attention.acc) - pivot) * LOG2E)
+        total += sink_weight(tl.load(sinks + h).to(attention.acc), pivot, LOG2E)
     for s in range(SPLITS):
         weight = tl.exp2((tl.load(part_lse + s * step + at, mask=live, other=float("-inf")) - pivot) * LOG2E)
         part = part_out + (s * step + at)[:, None] * attention.DV + d

@@ -49,15 +49,23 @@ def add_sum(row_sum, alpha, p):
 
 
 @triton.jit
+def sink_weight(sink, pivot, UNIT_LOG2: tl.constexpr):
+    """Weight of a sink beside a pivot of at least its size, both in a unit of UNIT_LOG2. A sink of +inf takes all, where inf - inf
+    would say NaN."""
+    return tl.where(sink == float("inf"), 1.0, tl.exp2((sink - pivot) * UNIT_LOG2))
+
+
+@triton.jit
 def finish(state, sink, EXACT: tl.constexpr):
     """(out, row_max, row_sum, lse) of the whole row; lse in natural units. `sink`, when not None, is the logit of a key without a
     value. An empty row has row_sum 0, out 0 and lse -inf (with a sink: the sink)."""
     acc, row_max, row_sum = state.acc, state.row_max, tl.sum(state.row_sum, 1)
     unit: tl.constexpr = 1.0 if EXACT else LN2
     if sink is not None:
-        pivot = tl.maximum(row_max, sink / unit)
+        sink /= unit
+        pivot = tl.maximum(row_max, sink)
         alpha = tl.exp2((row_max - pivot) * (unit * LOG2E))
-        acc, row_sum = acc * alpha[:, None], row_sum * alpha + tl.exp2((sink / unit - pivot) * (unit * LOG2E))
+        acc, row_sum = acc * alpha[:, None], row_sum * alpha + sink_weight(sink, pivot, unit * LOG2E)
         row_max = pivot
     some = row_sum != 0
     lse = tl.where(some, row_max * unit + tl.log2(tl.where(some, row_sum, 1.0)) * LN2, float("-inf"))

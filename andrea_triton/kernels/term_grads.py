@@ -77,6 +77,7 @@ def dsinks(sinks, rows, dsinks_out, attention, BLOCK_M: tl.constexpr):
         base = (tl.cast(b, tl.int64) * attention.sizes.heads + h) * (rows.blocks * PAD)
         for m in range(0, rows.blocks * PAD, BLOCK_M):
             p = tl.exp2(exponent(sink, load_rows(rows.pivot, base, m, BLOCK_M), LOG2E, attention.exact))
+            p = tl.where(sink == float("inf"), 1.0, p)  # where inf - inf would say NaN
             if rows.norm is not None:
                 p *= load_rows(rows.norm, base, m, BLOCK_M)
             acc -= p * load_rows(rows.delta, base, m, BLOCK_M)

@@ -23,6 +23,7 @@ from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.descriptors import described, with_descriptors
 from andrea_triton.problem import Problem, accumulator
 
+MAX_HEAD_DIM = 256
 MAX_BLOCKS = 65535  # of grid axis 1
 WIDE_STRIDE = 2**31 // PAD.value  # strides from here on overflow int32 within a tile
 
@@ -97,7 +98,7 @@ def terms(problem: Problem) -> Terms:
     return Terms(
         cap=None if cap is None else number(cap, problem),
         score=None if score is None else score.fn,
-        score_grad=None if score is None else score.grad,
+        score_grad=None if score is None or score.grad == 1 else score.grad,
         score_args=() if score is None else _user_args(score.args, problem),
         slopes=slopes,
         bias=None if bias is None else matrix(bias),
@@ -112,18 +113,19 @@ def _user_args(args: tuple[Any, ...], problem: Problem) -> tuple[Any, ...]:
 
 
 def dropout(problem: Problem) -> Dropout | None:
-    """The generator's settings, None where nothing is dropped. An int seed is taken modulo 2^64."""
+    """The generator's settings, None where nothing is dropped."""
     p = problem.spec.dropout_p
     seed: Any = problem.extras.seed
     if p == 0.0 or seed is None:
         return None
-    if isinstance(seed, int):
-        seed = np.int64((seed + 2**63) % 2**64 - 2**63)
-    return Dropout(seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
+    return Dropout(np.int64(seed) if isinstance(seed, int) else seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
 
 
 def attention(problem: Problem, precision: str) -> Attention:
     """What every launch of a problem has in common. precision is how fp32 is multiplied: ieee or tf32."""
+    if not (1 <= problem.D <= MAX_HEAD_DIM and 1 <= problem.DV <= MAX_HEAD_DIM):
+        reason = f"their tiles hold 1 to {MAX_HEAD_DIM}; use more heads of fewer features, or backend='torch', which takes any"
+        raise UnsupportedError(f"head dims {problem.D} (q, k) and {problem.DV} (v)", "the kernels", reason)
     extras, parts = problem.extras, terms(problem)
     made = (parts.cap, parts.score, parts.slopes, parts.bias, parts.keep, parts.mask)
     plain = problem.dtype.itemsize == 2 and problem.scale > 0 and all(x is None for x in made)
