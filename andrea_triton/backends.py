@@ -47,9 +47,7 @@ def dense_backward(
     # Inside an operator autograd is switched off below; this switches it on again.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
         # Views, for one tensor may be q, k and v at once and wants three gradients.
-        leaves = [
-            None if t is None else t.view_as(t) if create_graph else t.detach().requires_grad_(t.requires_grad) for t in inputs
-        ]
+        leaves = [None if t is None else t.view_as(t) for t in inputs]
         q, k, v, bias, sinks = leaves
         assert q is not None and k is not None and v is not None
         results = reference(with_terms(problem, bias, sinks), q, k, v)

@@ -57,17 +57,27 @@ class Attend(torch.autograd.Function):
         if any([x is not None for x in problem.extras]) or inputs[3] is not None or inputs[4] is not None:
             problem = problem.filled(sides, inputs[3], inputs[4])
         own = problem.extras.score is not None or problem.extras.mask is not None
-        batched = torch._C._are_functorch_transforms_active()  # is_grads_batched, or jacobian(vectorize=True)
+        batched = batching(dout) or batching(dlse)
         if torch.is_grad_enabled() or (batched and own):
             grads: Any = dense_backward(problem, inputs, dout, dlse, torch.is_grad_enabled())
         elif batched:
             tensors, numbers = take_apart(problem, inputs[3], ctx.backend)
-            grads = TracedBackward.apply(dout, dlse, *saved, list(needs), *inputs[:3], *tensors, *numbers)
+            call = backward_op if batched == "autograd" else TracedBackward.apply
+            grads = call(dout, dlse, *saved, list(needs), *inputs[:3], *tensors, *numbers)
         else:
             grads = run_backward(problem, inputs, saved, dout, dlse, needs, ctx.backend)
         # A gradient that is wanted and has nothing to flow from, at batch 0 for instance, is zero, as torch's is.
         wanted = zip(grads, inputs, needs, strict=True)
         return (*((torch.zeros_like(t) if g is None else g) if n else None for g, t, n in wanted), None, None)
+
+
+def batching(grad: Tensor | None) -> str:
+    """By whom a gradient is many at once: "autograd" (is_grads_batched, jacobian(vectorize=True)), "func" (torch.vmap), or ""."""
+    if grad is None:
+        return ""
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        return "autograd"
+    return "func" if torch._C._functorch.is_functorch_wrapped_tensor(grad) else ""
 
 
 # The operators. Their arguments are a problem taken apart: what a graph can carry, tensors and numbers.
