@@ -1,5 +1,5 @@
-"""What a call must be like before anything is launched: each check returns the value in its one form, or raises an error that says
-what was got, what was wanted and the way out."""
+"""What a call must be like before anything is launched: each check returns the value in its one form, or raises an error that
+says what was got, what was wanted and the way out."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def checked_functor(name: str, functor: Functor, kind: type[Functor], q: Tensor)
 
 def checked_integer(name: str, value: int) -> int:
     """The value as a Python int: also numpy's integers, and integer tensors of one element, which it waits for."""
-    if isinstance(value, torch.SymInt):
-        return value  # type: ignore[unreachable]
+    if type(value) in (int, torch.SymInt):
+        return value
     try:
         if not isinstance(value, bool):
             return operator.index(value)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from andrea_triton.checks import (
-    FLOAT_DTYPES,
     check_qkv,
     checked_functor,
     checked_key_lengths,

@@ -20,8 +20,8 @@ Window = int | tuple[int | None, int | None] | None
 
 
 class Score(NamedTuple):
-    """A user's change to the scores, after scale and softcap, before ALiBi, bias and the masks. It can be copied, and pickled where
-    its functions stand at the top level of a module.
+    """A user's change to the scores, after scale and softcap, before ALiBi, bias and the masks. It can be copied, and pickled
+    where its functions stand at the top level of a module.
 
     Args:
         fn: jit function `fn(score, batch, head, q_pos, k_pos, *args) -> score`.
@@ -258,7 +258,7 @@ def _real(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if isinstance(value, int) and value < 0 else math.inf
 
 
 def _named(value: object) -> str:
