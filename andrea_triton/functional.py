@@ -84,10 +84,11 @@ def attention(
         [0.788, 0.212]
     """
     q, k, v = _autocast(q, k, v)
-    bias, sinks = _cast_alike(bias, q), _cast_alike(sinks, q)
     seed = _drawn(seed, dropout_p, q)
     settings = (causal, scale, window, q_start, softcap, dropout_p, precise)
     plain = bias is alibi is sinks is key_lengths is seed is None and score is None and mask is None
+    if not plain:
+        bias, sinks = _cast_alike(bias, q), _cast_alike(sinks, q)
     problem = _plain(q, k, v, settings) if plain else make_problem(
         q, k, v, _spec(settings), bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, score=score, mask=mask,
         seed=seed, validate=validate,
