@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from . import cpu
 from .problem import Problem
-from .reference import reference, row_bias_grad, statistics
+from .reference import reference, row_bias_grad, statistics, wide_reference
 from .target import blame_triton
 
-Gradients = tuple[Tensor | None, ...]
+Gradients = cpu.Gradients
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def dense_backward(
         leaves = [None if t is None else t.view_as(t) for t in inputs]
         q, k, v, bias, sinks = leaves
         assert q is not None and k is not None and v is not None
-        results = reference(with_terms(problem, bias, sinks), q, k, v)
+        results = wide_reference(with_terms(problem, bias, sinks), q, k, v)
         pairs = [(r, g) for r, g in zip(results, (dout, dlse), strict=True) if g is not None and r.requires_grad]
         wanted = [t for t in leaves if t is not None and t.requires_grad]
         if not pairs or not wanted:
@@ -60,11 +61,16 @@ def dense_backward(
         return [next(found) if t is not None and t.requires_grad else None for t in leaves]
 
 
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Where autocast, that of a caller's forward or of a caller's backward, does not recast the products."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
 def run_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, ...]:
     """out, lse, and the row pivots and sums that the kernels' backward takes (empty for backend torch)."""
     if backend == "torch":
-        out, lse = cpu.forward(problem, q, k, v)
-        out = cpu.laid_out(out, q, problem.DV, problem.packed)
+        with outside_autocast(q.device.type):
+            out, lse = cpu.forward(problem, q, k, v)
         return out, lse, lse.new_empty(0), lse.new_empty(0)
     return tuple(launcher().forward(q, k, v, problem, backend))
 
@@ -76,17 +82,11 @@ def run_backward(
     """Gradients of q, k, v, bias and sinks (None where not needed), by a backend."""
     q, k, v, bias, _ = inputs
     assert q is not None and k is not None and v is not None
-    if backend == "torch":
-        if not (needs[3] or needs[4]) and cpu.fused(problem, q, k):
-            dout = torch.zeros_like(saved[0]) if dout is None else dout
-            return (*cpu.backward(problem, q, k, v, saved[1], dout, dlse), None, None)
-        leaves = tuple(None if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True))
-        found = dense_backward(problem, leaves, dout, dlse, False)
-        pairs = zip(found[:3], (q, k, v), strict=True)
-        laid_out = (None if g is None else cpu.laid_out(g, t, t.shape[-1], problem.packed) for g, t in pairs)
-        return (*laid_out, *found[3:])
-    run = launcher()
     dout = torch.zeros_like(saved[0]) if dout is None else dout
+    if backend == "torch":
+        with outside_autocast(q.device.type):
+            return cpu.backward(problem, inputs, saved[0], saved[1], dout, dlse, needs)
+    run = launcher()
     shape = None if bias is None or not needs[3] else (1,) * (4 - bias.dim()) + tuple(bias.shape)
     by_rows = shape is not None and shape[-1] == 1
     shape = None if by_rows else shape
@@ -129,7 +129,10 @@ def run_decode(
 
 def run_statistics(problem: Problem, q: Tensor, k: Tensor, lse: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """(largest logit, entropy) fp32 of lse's shape, by a backend."""
-    if backend in ("torch", "reference"):
+    if backend == "torch":
+        with torch.no_grad(), outside_autocast(q.device.type):
+            top, entropy = cpu.statistics(problem, q, k)
+    elif backend == "reference":
         top, entropy = statistics(problem, q, k)
     else:
         top, entropy = launcher().statistics(q, k, lse, problem, backend)

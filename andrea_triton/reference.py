@@ -76,14 +76,21 @@ def reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
         return _dense(problem, q, k, v, 0)
     nothing = q[:0, :, :1] + k[:0, :1, :1] + v[:0, :1, :1]  # no sequence is no reason to lose the graph
     outs, lses, end = [nothing.expand(0, problem.HQ, problem.DV)], [nothing[..., 0].transpose(0, 1).to(accumulator(q.dtype))], 0
-    for batch, own, queries, keys in _segments(problem):
-        out, lse = _dense(own, _one(q, queries), _one(k, keys), _one(v, keys), batch)
+    for batch, own, queries, keys in segments(problem):
+        out, lse = _dense(own, one_segment(q, queries), one_segment(k, keys), one_segment(v, keys), batch)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
         end = queries.stop
     outs.append(q.new_zeros(problem.M - end, problem.HQ, problem.DV))
     lses.append(_row_values(problem, problem.M - end, float("-inf")))
     return torch.cat(outs), torch.cat(lses, 1)
+
+
+def wide_reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """reference() computed in fp32 (fp64 for fp64) and rounded once, at the end: no product of 16 bits that overflows."""
+    acc = accumulator(q.dtype)
+    out, lse = reference(replace(problem, dtype=acc), q.to(acc), k.to(acc), v.to(acc))
+    return out.to(q.dtype), lse
 
 
 def weights(problem: Problem, q: Tensor, k: Tensor) -> Tensor:
@@ -109,7 +116,8 @@ def weights(problem: Problem, q: Tensor, k: Tensor) -> Tensor:
     """
     if problem.packed:
         raise UnsupportedError("attention_weights", "varlen", "sequences have matrices of many sizes; pass them one by one")
-    probabilities, _ = _softmax(_logits(problem, q, k, _grid(problem, 0)), problem.extras.sinks)
+    acc = accumulator(q.dtype)
+    probabilities, _ = _softmax(_logits(problem, q.to(acc), k.to(acc), _grid(problem, 0)), problem.extras.sinks)
     return probabilities.to(q.dtype)
 
 
@@ -136,13 +144,15 @@ def statistics(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         >>> [round(nats, 3) for nats in entropy.flatten().tolist()]
         [0.0, 0.693]
     """
+    acc = accumulator(q.dtype)
     with torch.no_grad():
+        q, k = q.to(acc), k.to(acc)
         if not problem.packed:
             return _dense_statistics(problem, q, k, 0)
         peak = _row_values(problem, problem.M, float("-inf")).float()
         entropy = torch.zeros_like(peak)
-        for batch, own, queries, keys in _segments(problem):
-            rows = _dense_statistics(own, _one(q, queries), _one(k, keys), batch)
+        for batch, own, queries, keys in segments(problem):
+            rows = _dense_statistics(own, one_segment(q, queries), one_segment(k, keys), batch)
             peak[:, queries], entropy[:, queries] = rows[0][0], rows[1][0]
         return peak, entropy
 
@@ -184,13 +194,17 @@ def dropout_mask(
         >>> mask.shape, round(mask.double().mean().item(), 2)
         (torch.Size([1, 2, 64, 64]), 0.75)
     """
-    seed_low = torch.as_tensor(seed & WORD, dtype=torch.int64, device=device).reshape(())
-    seed_high = torch.as_tensor((seed >> 32) & WORD, dtype=torch.int64, device=device).reshape(())
-    row_of_heads = torch.arange(first_batch * heads, (first_batch + batch) * heads, device=device)
-    key = philox(row_of_heads & WORD, seed_high, seed_low).view(batch, heads, 1, 1)
-    q_word = q_pos.to(device, torch.int64).view(-1, 1) & WORD
-    k_word = k_pos.to(device, torch.int64).view(1, -1) & WORD
-    return philox(q_word, k_word, key) >= int(p * 2**32)
+    row_of_heads = torch.arange(first_batch * heads, (first_batch + batch) * heads, device=device).view(batch, heads, 1, 1)
+    q_pos, k_pos = q_pos.to(device, torch.int64).view(-1, 1), k_pos.to(device, torch.int64).view(1, -1)
+    return kept_weights(seed, p, row_of_heads, q_pos, k_pos)
+
+
+def kept_weights(seed: int | Tensor, p: float, row_of_heads: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """dropout_mask for any part of the matrix: batch · HQ + head and the positions, int64, broadcast against each other."""
+    seed_low = torch.as_tensor(seed & WORD, dtype=torch.int64, device=q_pos.device).reshape(())
+    seed_high = torch.as_tensor((seed >> 32) & WORD, dtype=torch.int64, device=q_pos.device).reshape(())
+    key = philox(row_of_heads & WORD, seed_high, seed_low)
+    return philox(q_pos & WORD, k_pos & WORD, key) >= int(p * 2**32)
 
 
 def philox(first: Tensor, second: Tensor, key: Tensor) -> Tensor:
@@ -259,7 +273,7 @@ def _logits(problem: Problem, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
     if extras.score is not None:
-        logits = _torch_fn("score", extras.score.torch_fn)(logits, *grid, *extras.score.args).to(q.dtype)
+        logits = torch_twin("score", extras.score.torch_fn)(logits, *grid, *extras.score.args).to(q.dtype)
     if extras.slopes is not None:
         distance = (grid.q_pos - grid.k_pos).abs()
         logits = logits - (extras.slopes.to(accumulator(q.dtype))[:, :, None, None] * distance).to(q.dtype)
@@ -281,7 +295,7 @@ def _visible(problem: Problem, grid: Grid) -> Tensor:
     if extras.keep is not None:
         visible = visible & extras.keep
     if extras.mask is not None:
-        visible = visible & _torch_fn("mask", extras.mask.torch_fn)(*grid, *extras.mask.args)
+        visible = visible & torch_twin("mask", extras.mask.torch_fn)(*grid, *extras.mask.args)
     return visible
 
 
@@ -315,7 +329,7 @@ def _grid(problem: Problem, first_batch: int) -> Grid:
     )
 
 
-def _segments(problem: Problem) -> Iterator[Segment]:
+def segments(problem: Problem) -> Iterator[Segment]:
     """The packed sequences, one dense problem each. Reads cu_seqlens, so it waits for the device."""
     extras = problem.extras
     assert extras.cu_seqlens_q is not None and extras.cu_seqlens_k is not None
@@ -334,7 +348,7 @@ def _segments(problem: Problem) -> Iterator[Segment]:
         yield Segment(batch, replace(problem, B=1, M=M, N=N, extras=own, max_q=0, max_k=0), queries, keys)
 
 
-def _one(packed: Tensor, rows: slice) -> Tensor:
+def one_segment(packed: Tensor, rows: slice) -> Tensor:
     """(1, H, T, D) view of the rows of a (total, H, D) tensor."""
     return packed[rows].transpose(0, 1).unsqueeze(0)
 
@@ -349,7 +363,7 @@ def _per_query_head(x: Tensor, problem: Problem) -> Tensor:
     return x.unsqueeze(2).expand(-1, -1, problem.group, -1, -1).flatten(1, 2)
 
 
-def _torch_fn(name: str, torch_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+def torch_twin(name: str, torch_fn: Callable[..., Any] | None) -> Callable[..., Any]:
     if torch_fn is None:
         reason = f"torch_fn is missing; give {name} its dense twin, torch_fn=, or use backend='triton'"
         raise UnsupportedError(name, "reference", reason)

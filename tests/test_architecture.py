@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "launch.run": f"{PLAN} memory launch.plan launch.interpreter launch.start",
     "launch.tune": f"{PLAN} triton launch",
     "launch.report": f"{PLAN} triton launch",
-    "cpu": f"{PURE} problem reference torch",
+    "cpu": f"{PURE} problem reference torch cpu",
     "backends": f"{HOST} reference cpu",
     "ops": f"{HOST} reference cpu backends",
     "functional": f"{HOST} memory reference ops",
