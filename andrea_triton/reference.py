@@ -201,9 +201,10 @@ def dropout_mask(
 
 def kept_weights(seed: int | Tensor, p: float, row_of_heads: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """dropout_mask for any part of the matrix: batch · HQ + head and the positions, int64, broadcast against each other."""
-    seed_low = torch.as_tensor(seed & WORD, dtype=torch.int64, device=q_pos.device).reshape(())
-    seed_high = torch.as_tensor((seed >> 32) & WORD, dtype=torch.int64, device=q_pos.device).reshape(())
-    key = philox(row_of_heads & WORD, seed_high, seed_low)
+    if not isinstance(seed, Tensor):
+        seed = torch.full((), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=q_pos.device)
+    seed = seed.reshape(())
+    key = philox(row_of_heads & WORD, (seed >> 32) & WORD, seed & WORD)
     return philox(q_pos & WORD, k_pos & WORD, key) >= int(p * 2**32)
 
 
@@ -302,11 +303,14 @@ def _visible(problem: Problem, grid: Grid) -> Tensor:
 def _softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(weights, lse) of every row, in fp32 (fp64 for fp64).
 
-    One more column, the sink or -inf, takes part and is cut off again: a row without keys is no special case.
+    One more column, the sink or -inf, takes part and is cut off again: a row without keys is no special case. A sink of +inf
+    takes all the weight, where inf - inf would say NaN.
     """
     batch, heads, queries, keys = logits.shape
     dtype = accumulator(logits.dtype)
     column = logits.new_full((heads,), float("-inf"), dtype=dtype) if sinks is None else sinks.to(dtype)
+    closed = (column == float("inf")).view(1, heads, 1, 1)
+    column = column.masked_fill(closed.flatten(), 0.0)
     rows = torch.cat([logits.to(dtype), column.view(1, heads, 1, 1).expand(batch, heads, queries, 1)], -1)
     pivot = rows.detach().amax(-1, keepdim=True)
     pivot = pivot.masked_fill(pivot == float("-inf"), 0.0)
@@ -314,8 +318,8 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     total = powers.sum(-1, keepdim=True)
     empty = total == 0.0
     total = total.masked_fill(empty, 1.0)
-    lse = (pivot + total.log()).masked_fill(empty, float("-inf"))
-    return (powers / total)[..., :keys], lse.squeeze(-1)
+    lse = (pivot + total.log()).masked_fill(empty, float("-inf")).masked_fill(closed, float("inf"))
+    return (powers / total)[..., :keys].masked_fill(closed, 0.0), lse.squeeze(-1)
 
 
 def _grid(problem: Problem, first_batch: int) -> Grid:

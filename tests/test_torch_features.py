@@ -81,7 +81,7 @@ def test_jacobian_of_a_row(backend: str) -> None:
     torch.testing.assert_close(fast, slow)
 
 
-@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -(2**63), -1])
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -(2**63)])
 @pytest.mark.parametrize("way", ["compile", "vmap", "numpy"])
 def test_seeds_of_64_bits(seed: int, way: str, backend: str) -> None:
     """D18: the same bits of the seed, whatever carries it."""

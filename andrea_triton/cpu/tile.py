@@ -68,8 +68,9 @@ def query_heads(problem: Problem, h: slice) -> slice:
 def rows_of(t: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """A block of a tensor (B, HQ, M, any) as (b · h, group · rows, any)."""
     part = t[block.b, block.hq, block.i]
-    batches = part.shape[0] * (block.h.stop - block.h.start)
-    return part.reshape(batches, -1, part.shape[-1]).to(dtype)
+    batch, heads, rows, features = part.shape
+    kv_heads = block.h.stop - block.h.start
+    return part.reshape(batch * kv_heads, heads // kv_heads * rows, features).to(dtype)
 
 
 def keys_of(t: Tensor, b: slice, h: slice, dtype: torch.dtype) -> Tensor:
