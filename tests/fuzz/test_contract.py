@@ -1,7 +1,7 @@
 """The whole contract on calls that nobody thought of.
 
-Every run tries the same few calls, continuous integration (.ci/run) the same hundreds. By hand, more of them, and others every time
-(a seed repeats a run), with a failure shrunk to the smallest call that has it:
+Every run tries the same few calls, continuous integration (.ci/run) the same hundreds. By hand, more of them, and others every
+time (a seed repeats a run), with a failure shrunk to the smallest call that has it:
 
     FUZZ_EXAMPLES=2000 pytest -n 0 --hypothesis-seed=1 tests/fuzz
 
