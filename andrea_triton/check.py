@@ -78,7 +78,8 @@ def table(rows: list[Row]) -> str:
     """The worst result of each case as lines of text, under the words that explain them."""
     lines = [
         "Each line is one call, forward and backward, and shows the result that comes nearest to what is allowed.",
-        "error, eager: largest |result - fp64| of andrea_triton, and of eager PyTorch in the same dtype; smaller is better.",
+        "error, eager: largest |result - fp64| of andrea_triton, and of eager PyTorch in the same dtype, the worst of four",
+        "orders in which it can compute the same (scale first or last, sums forwards, backwards ...); smaller is better.",
         "allowed: 2 x eager + the rounding of the result. ok: every result of the call is within it.",
         "",
         f"{'case':44} {'dtype':5} {'result':6} {'error':>9} {'eager':>9} {'allowed':>9}",

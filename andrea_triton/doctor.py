@@ -21,12 +21,11 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def trouble(triton: str, numpy: str, has_gpu: bool, name: str) -> list[str]:
+def trouble(triton: str, has_gpu: bool, name: str) -> list[str]:
     """Known trouble with these versions and this target, each with the way out.
 
     Args:
         triton: its version, "not installed", or what is wrong with it.
-        numpy: its version, or "not installed".
         has_gpu: whether torch sees a GPU.
         name: of the target, as in launch/configs.py.
     """
@@ -42,8 +41,6 @@ def trouble(triton: str, numpy: str, has_gpu: bool, name: str) -> list[str]:
         tested = target.tested_triton()
         way_out = f"pip install 'triton<{high[0]}.{high[1] + 1}'"
         found.append(f"Triton {triton} is newer than what is tested ({tested}). Way out, if a kernel fails: {way_out}.")
-    elif numbers(triton) < (3, 9) and numpy != "not installed" and numbers(numpy) >= (2, 4):
-        found.append(f"numpy {numpy} breaks the interpreter of Triton {triton}. Way out: pip install 'numpy<2.4'.")
     if not has_gpu:
         found.append(
             "torch sees no GPU, so calls take PyTorch's own attention on the CPU. If there is a GPU: check its driver, and that"
@@ -110,7 +107,7 @@ def main() -> int:
         print("\n".join(tiles(name)))
     result = try_kernels(device) if usable else f"not tried: Triton is {triton}"
     print(f"{'kernels':14} {result}")
-    notes = trouble(triton, version("numpy"), has_gpu, name)
+    notes = trouble(triton, has_gpu, name)
     print("\n".join(f"note: {line}" for line in notes) if notes else "known trouble  none")
     if not result.startswith("failed"):
         print("next           python -m andrea_triton.check --quick: are the results right?")

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from andrea_triton import attention, target
 from bench.providers import naive
 
-SHAPE = (1, 2, 16, 64)
+SHAPE = (1, 2, 16, 16)
 STUB = "TRITON_LIBCUDA_PATH"
 
 Inputs = tuple[Tensor, Tensor, Tensor]

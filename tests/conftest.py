@@ -1,9 +1,12 @@
-"""What every test runs under: one BLAS thread, fixed seeds, and memory that starts as NaN."""
+"""What every test runs under: a share of the cores, fixed seeds, and memory that starts as NaN."""
 
 import os
 
 # Before numpy is imported: with more threads its small products in the interpreter are many times slower.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
+# Before torch is: the workers share the cores, for threads that wait for one another's core take five times as long.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
 import gc
 import importlib

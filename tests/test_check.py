@@ -103,6 +103,7 @@ def test_the_command_ends_with_0() -> None:
     assert done.returncode == 0 and "All right" in done.stdout and done.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_in_a_process_with_a_bug() -> None:
     code = f"""
 import runpy, sys

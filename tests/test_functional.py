@@ -90,15 +90,17 @@ def test_every_pair_of_features(backend: str, case: Case, dtype: torch.dtype) ->
     check(make_inputs(case, dtype), by(backend), case.name)
 
 
-def home_shape(dtype: torch.dtype) -> Inputs:
+def home_shape(dtype: torch.dtype, heads: int = 12) -> Inputs:
     """T = 1024, 12 heads x 64, causal."""
-    return make_inputs(Case("ANDREA-120M", HQ=12, M=1024, D=64, causal=True), dtype)
+    return make_inputs(Case("ANDREA-120M", HQ=heads, M=1024, D=64, causal=True), dtype)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the kernels are Triton's")
-@pytest.mark.parametrize("dtype", [pytest.param(F32, marks=pytest.mark.slow), BF16], ids=["fp32", "bf16"])
-def test_home_shape_is_right(dtype: torch.dtype) -> None:
-    check(home_shape(dtype), by("interpreter"), "home shape")
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(BF16, 1), *(pytest.param(dtype, 12, marks=pytest.mark.slow) for dtype in (F32, BF16))], ids=str
+)
+def test_home_shape_is_right(dtype: torch.dtype, heads: int) -> None:
+    check(home_shape(dtype, heads), by("interpreter"), "home shape")
 
 
 @pytest.mark.slow

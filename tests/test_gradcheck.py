@@ -42,7 +42,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+# Every term of the maths at once and those that bend it are checked in every run, the rest with -m slow.
+FIRST = ("causal", "window", "softcap", "dropout", "mask")
+
+
+@pytest.mark.parametrize("feature", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FIRST)) for x in FEATURES])
 def test_q_k_and_v(feature: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attention(q, k, v, **FEATURES[feature], return_lse=True, backend="interpreter")
@@ -57,7 +61,9 @@ def test_grouped_heads_and_empty_rows() -> None:
     check(function, (randn(1, 2, 7, 5), randn(1, 1, 4, 5), randn(1, 1, 4, 6)))
 
 
-@pytest.mark.parametrize("shape", [(6, 7), (2, 1, 1), (1, 1, 6, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6, 7), *(pytest.param(x, marks=pytest.mark.slow) for x in ((2, 1, 1), (1, 1, 6, 1)))], ids=str
+)
 def test_bias(shape: tuple[int, ...]) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
         return attention(q, k, v, bias=bias, softcap=2.0, causal=True, return_lse=True, backend="interpreter")
@@ -84,7 +90,9 @@ def test_everything_at_once() -> None:
     check(function, (randn(1, 2, 6, 5), randn(1, 1, 7, 5), randn(1, 1, 7, 3), randn(7), randn(2)))
 
 
-@pytest.mark.parametrize("settings", [{"causal": True}, {"window": (1, 2), "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"causal": True}, pytest.param({"window": (1, 2), "softcap": 2.0}, marks=pytest.mark.slow)], ids=str
+)
 def test_packed(settings: dict[str, Any]) -> None:
     starts_q, starts_k = torch.tensor([0, 3, 3, 7]), torch.tensor([0, 4, 6, 7])
 

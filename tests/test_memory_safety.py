@@ -136,7 +136,7 @@ def child() -> Callable[..., int | None]:
     return start
 
 
-@pytest.mark.parametrize("edge", ["start", "end"])
+@pytest.mark.parametrize("edge", [pytest.param("start", marks=pytest.mark.slow), "end"])
 def test_nothing_past_the_ends_is_touched(child: Callable[..., int | None], edge: str) -> None:
     # Before the start nothing depends on the size of an element; past the end it does.
     dtypes = [torch.float16] if edge == "start" else [torch.float16, torch.float32]

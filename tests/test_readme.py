@@ -16,7 +16,7 @@ IMPORT = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 # Runs a file as torchrun does, in two processes that know their rank and where they meet: forks of one, which has imported
 # what takes long, and which keeps the meeting place until both have ended.
 AS_TORCHRUN = """
-import os, runpy, sys
+import contextlib, io, os, runpy, sys
 import andrea_triton.distributed
 from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -25,8 +25,9 @@ ranks = []
 for rank in "01":
     if (child := os.fork()) == 0:
         os.environ.update(RANK=rank, LOCAL_RANK=rank)
-        runpy.run_path(sys.argv[1], run_name="__main__")
-        sys.stdout.flush()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(sys.argv[1], run_name="__main__")
+        os.write(1, printed.getvalue().encode())  # at once, so that the two do not mix
         os._exit(0)  # without taking the copy of the store apart
     ranks.append(child)
 sys.exit(max([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks], key=abs))
@@ -53,7 +54,15 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("block", [b for b in BLOCKS if "torch.distributed" not in b], ids=name)
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(b, marks=[pytest.mark.slow] * ("torch.compile" in b))  # a C++ compiler works for ten seconds
+        for b in BLOCKS
+        if "torch.distributed" not in b
+    ],
+    ids=name,
+)
 def test_example(block: str, tmp_path: Path) -> None:
     runpy.run_path(str(written(block, tmp_path)))
 

@@ -19,11 +19,15 @@ from andrea_triton.testing import (
     attend_reference,
     cast,
     check,
+    eager_errors,
+    eager_runs,
+    error_of,
     guard_band,
     make_inputs,
     pairwise_cases,
     run,
 )
+from andrea_triton.testing.orders import Reordered, backwards, odd_first
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NAN, INF = float("nan"), float("inf")
@@ -192,6 +196,107 @@ def test_a_planted_mistake_fails(bug: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(Case("x", M=33, D=16, causal=True), dtype)
     with pytest.raises(AssertionError, match=f"planted: {'lse' if bug == 'lse' else 'd' if bug == 'gradient' else 'out'}"):
         check(inputs, lambda inputs: planted(bug, inputs), "planted")
+
+
+FP16, BF16, F32 = DTYPES[:3]
+CARELESS = {
+    # products of 11 bits; weights of 11; of 8; the smallest dropped; sums in the dtype of out, or in bf16, a key at a time
+    "tf32": (F32,), "weights of tf32": (F32,), "weights of bf16": (F32,), "weights cut off": (FP16, F32),
+    "small weights dropped": (F32,), "sum in bf16": (FP16, F32), "sum in sixteen bits": (BF16,),
+}  # fmt: skip
+
+
+def shortened(x: Tensor, bits: int, rounded: bool = True) -> Tensor:
+    """x with that many bits of its mantissa gone; its gradient passes as it is."""
+    found = x.detach().float().view(torch.int32) + (1 << bits - 1) * rounded
+    return x + (found.bitwise_and(-(1 << bits)).view(torch.float32) - x).detach()
+
+
+def careless(fault: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Causal attention in fp32, rounded where a kernel must not."""
+    q, k, v = (shortened(x.float(), 13) if fault == "tf32" else x.float() for x in (inputs.q, inputs.k, inputs.v))
+    M, N = q.shape[2], k.shape[2]
+    s = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(torch.arange(N) > torch.arange(M)[:, None] + N - M, -INF)
+    p = s.softmax(-1)
+    if fault.startswith("weights"):
+        p = shortened(p, 13 if "tf32" in fault else 16, "cut" not in fault)
+    if fault == "small weights dropped":
+        p = p * (p > 2.0**-8 * p.amax(-1, keepdim=True))
+    out = p @ v
+    if fault.startswith("sum"):
+        low, out = torch.bfloat16 if "bf16" in fault else inputs.q.dtype, 0.0
+        for n in range(N):
+            out = out + (p[..., n : n + 1] * v[:, :, n : n + 1]).to(low)
+    return out.to(inputs.q.dtype), s.logsumexp(-1)
+
+
+@pytest.mark.parametrize(("fault", "dtype"), [(fault, dtype) for fault, dtypes in CARELESS.items() for dtype in dtypes], ids=str)
+def test_a_kernel_that_rounds_too_much_fails(fault: str, dtype: torch.dtype) -> None:
+    """By the largest of several yardsticks too; and the same without the fault passes. Values of one sign: no sum ends near 0."""
+    inputs = make_inputs(Case("x", M=129, D=64, causal=True), dtype)
+    inputs = inputs._replace(v=inputs.v.abs())
+    check(inputs, lambda inputs: careless("nothing", inputs), "careful")
+    with pytest.raises(AssertionError, match="careless: out: error"):
+        check(inputs, lambda inputs: careless(fault, inputs), "careless")
+
+
+def test_the_yardstick_is_the_largest_of_several_runs_and_near_each() -> None:
+    """Near: over the catalogue, a run is on the whole as right as another."""
+    ratios = []
+    for case in CASES[::3]:
+        inputs = make_inputs(case, F32)
+        exact = run(cast(inputs, torch.float64), attend_reference)
+        runs = [[error_of(getattr(x, field), getattr(exact, field)) for field in ("out", "lse", "dq", "dk", "dv")]
+                for x in eager_runs(inputs)]  # fmt: skip
+        assert eager_errors(inputs, exact)[:5] == [max(of_runs) for of_runs in zip(*runs, strict=True)]
+        ratios += [[error / first for error, first in zip(x, runs[0], strict=True) if first] for x in runs[1:]]
+    for way in range(3):
+        own = sorted(ratio for ratios_of_case in ratios[way::3] for ratio in ratios_of_case)
+        assert 0.8 < own[len(own) // 2] < 1.25
+
+
+def test_of_several_eager_results_the_worst_counts() -> None:
+    """One of them may be luckily right; and one that is not finite measures nothing beside others."""
+    near, far, lost = EXACT + 2**-20, EXACT + 2**-10, EXACT * NAN
+    assert_accurate(EXACT + 2**-9, [EXACT, far, near], EXACT, F32, "out")
+    for eager in (EXACT, near, [EXACT, near], [near, lost]):
+        with pytest.raises(AssertionError, match="out: error"):
+            assert_accurate(EXACT + 2**-9, eager, EXACT, F32, "out")
+
+
+def test_no_more_runs_are_made_than_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that the first run allows asks for no second; one that none allows is held against all."""
+    inputs, made = make_inputs(Case("x", M=5, D=4), F32), []
+
+    def counted(given: Inputs, attend: Any) -> Any:
+        made.append(given.q.dtype)
+        return run(given, attend)
+
+    monkeypatch.setattr("andrea_triton.testing.accuracy.run", counted)
+    check(inputs, attend_reference, "right")
+    assert made == [torch.float64, F32, F32]
+    made.clear()
+    with pytest.raises(AssertionError):
+        check(inputs, lambda inputs: planted("lse", inputs), "planted")
+    assert made == [torch.float64, *[F32] * 5]
+
+
+@pytest.mark.parametrize("order", [backwards, odd_first])
+@pytest.mark.parametrize("n", [0, 1, 2, 7])
+def test_an_order_is_a_permutation(order: Any, n: int) -> None:
+    assert order(n).sort().values.tolist() == list(range(n))
+    assert n < 2 or order(n).tolist() != list(range(n))
+
+
+def test_sums_are_taken_in_the_order_asked_for() -> None:
+    """Forward and backward: 1 is lost beside 1e8, unless it is added when nothing is left of that."""
+    x = torch.tensor([[1.0, 1e8, -1e8]], requires_grad=True)
+    ones = torch.ones(3, 1, requires_grad=True)
+    assert (x @ ones).item() == 0.0
+    with Reordered(backwards):
+        assert (x @ ones).item() == x.sum(-1).item() == 1.0
+        (grad,) = torch.autograd.grad(ones @ torch.ones(1, 3), ones, x.detach().expand(3, 3))
+    assert grad.flatten().tolist() == [1.0] * 3
 
 
 def test_a_result_of_another_dtype_fails() -> None:

@@ -27,6 +27,7 @@ from andrea_triton.launch.plan import Launch
 _python: dict[Any, Callable[..., Any]] = {}
 _stock_cast = interpreter.InterpreterBuilder.cast_impl
 _stock_min_max = interpreter.ReduceOps.min_max
+_stock_patch_tensor = interpreter._patch_lang_tensor
 _SILENT = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
 
 
@@ -79,6 +80,12 @@ def _min_max(self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = No
     return _stock_min_max(self, values, _SILENT.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    """The stock patch, and an index out of an array of one element: Triton 3.6 leaves that to int(), where numpy 2.4 raises."""
+    _stock_patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
     """The interpreter's world. Its overflow checks are off: they take half of the time, and without debug say nothing."""
@@ -87,7 +94,7 @@ def _patched() -> Iterator[None]:
         call, dot, options = JITFunction.__call__, builder.create_dot, one.options
         one.options = replace(options, sanitize_overflow=False)
         JITFunction.__call__, builder.create_dot, builder.cast_impl = _call_device_function, _wide_dot, _cast
-        interpreter.ReduceOps.min_max = _min_max
+        interpreter.ReduceOps.min_max, interpreter._patch_lang_tensor = _min_max, _patch_tensor
         scope = interpreter._patch_lang(getattr(tl.standard.sum, "fn", tl.standard.sum))
         try:
             yield
@@ -95,7 +102,7 @@ def _patched() -> Iterator[None]:
             if scope is not None:
                 scope.restore()
             JITFunction.__call__, builder.create_dot, builder.cast_impl = call, dot, _stock_cast
-            interpreter.ReduceOps.min_max = _stock_min_max
+            interpreter.ReduceOps.min_max, interpreter._patch_lang_tensor = _stock_min_max, _stock_patch_tensor
             one.options = options
 
 

@@ -1,6 +1,6 @@
 """What tests, bench and the check of a machine share: a catalogue of named cases, their tensors, and the rule of accuracy."""
 
-from .accuracy import Attend, Results, assert_accurate, attend_reference, check, eager_errors, error_of, run
+from .accuracy import Attend, Results, assert_accurate, attend_reference, check, eager_errors, eager_runs, error_of, run
 from .cases import AXES, CASES, Case, Layout, pairwise_cases
 from .inputs import Inputs, cast, guard_band, make_inputs
 
@@ -17,6 +17,7 @@ __all__ = [
     "cast",
     "check",
     "eager_errors",
+    "eager_runs",
     "error_of",
     "guard_band",
     "make_inputs",

@@ -38,6 +38,7 @@ def test_every_plot_is_written_in_both_themes(results: list[Record], tmp_path: P
     assert all(file.stat().st_size > 5000 for file in files)
 
 
+@pytest.mark.slow
 def test_times_alone_and_a_memory_of_zero_are_drawn(
     results: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

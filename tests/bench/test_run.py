@@ -38,6 +38,7 @@ def test_a_run_checks_times_and_reports(
     assert all(r.environment["versions"]["torch"] for r in runner.records)
     assert any("Growth with the length T" in line for line in summary(runner.records))
     write(tmp_path / "r.jsonl", runner.records)
+    monkeypatch.setattr(job_module, "draw_all", lambda records, folder: [folder / "time.png"])
     assert read(tmp_path / "r.jsonl") == runner.records
     assert job_module.finish(runner, tmp_path / "r.jsonl", 1.0) == 0
     said = capsys.readouterr().out

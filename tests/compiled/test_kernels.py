@@ -46,6 +46,8 @@ RUNS: tuple[tuple[Case, tuple[torch.dtype, ...], Tiles | None], ...] = (
     (Case("fp32, one token", HQ=2, HKV=1, M=1, D=16, causal=True), FULLS, None),
     (Case("fp32", HQ=2, HKV=1, M=63, N=100, D=16, causal=True), FULLS, None),
 )  # fmt: skip
+# What every run shows: cases that share their kernels, so that few are compiled. The others are -m slow.
+FIRST = ("causal", "causal, 63", "causal, 128", "one token", "4 heads on 2", "more queries than keys", "packed")
 # Each feature alone, and the other dtype: what the cases above show together, or by a neighbour.
 MORE: tuple[tuple[Case, tuple[torch.dtype, ...], Tiles | None], ...] = (
     (Case("causal", M=200, D=64, causal=True), SINGLES, None),
@@ -63,8 +65,9 @@ MORE: tuple[tuple[Case, tuple[torch.dtype, ...], Tiles | None], ...] = (
     (Case("D = 32", HQ=1, M=200, D=32, causal=True), SINGLES, None),
 )  # fmt: skip
 # The same for other targets. D = 64: tiles of 64 x 128 and 64 x 64, D = 128: two warpgroups. Lengths 1 to 200 compile once.
+LENGTHS = (1, 63, 128, 200)
 OTHERS: tuple[tuple[str, Case, torch.dtype, Tiles | None], ...] = (
-    *[("sm_90", Case(f"causal, {m}", HQ=1, M=m, D=64, causal=True), torch.bfloat16, None) for m in (1, 63, 128, 200)],
+    *[("sm_90", Case(f"causal, {m}", HQ=1, M=m, D=64, causal=True), torch.bfloat16, None) for m in LENGTHS],
     ("sm_90", Case("4 heads on 2", HQ=4, HKV=2, M=63, N=200, D=64, causal=True), torch.bfloat16, None),
     ("sm_90", Case("more queries than keys", HQ=1, M=200, N=63, D=64), torch.float16, None),
     ("sm_90", Case("window, softcap", HQ=1, M=200, D=64, causal=True, window=70, softcap=2.0), torch.float16, None),
@@ -86,7 +89,7 @@ def attend_and_check(case: Case, dtype: torch.dtype, tiles: Tiles | None, target
 @pytest.mark.parametrize(
     ("case", "dtype", "tiles"),
     [
-        pytest.param(c, d, t, id=f"{c.name}, {str(d)[6:]}", marks=[pytest.mark.slow] * (runs is MORE))
+        pytest.param(c, d, t, id=f"{c.name}, {str(d)[6:]}", marks=[pytest.mark.slow] * (runs is MORE or c.name not in FIRST))
         for runs in (RUNS, MORE)
         for c, dtypes, t in runs
         for d in dtypes
@@ -97,12 +100,17 @@ def test_forward_and_backward(case: Case, dtype: torch.dtype, tiles: Tiles | Non
 
 
 @pytest.mark.parametrize(
-    ("target", "case", "dtype", "tiles"), [pytest.param(*x, id=f"{x[0]}, {x[1].name}, {str(x[2])[6:]}") for x in OTHERS]
+    ("target", "case", "dtype", "tiles"),
+    [
+        pytest.param(*x, id=f"{x[0]}, {x[1].name}, {str(x[2])[6:]}", marks=[pytest.mark.slow] * (i >= len(LENGTHS)))
+        for i, x in enumerate(OTHERS)
+    ],
 )
 def test_forward_and_backward_on_others(target: str, case: Case, dtype: torch.dtype, tiles: Tiles | None) -> None:
     attend_and_check(case, dtype, tiles, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_tf32(target: str) -> None:
     """As accurate as eager fp16, whose numbers have as many bits: on numbers of fp16, so that q kᵀ is exact in both."""
@@ -147,9 +155,9 @@ def _statistics(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("target", "dtype", "paged"),
-    [("sm_80", torch.float16, False), ("sm_80", torch.bfloat16, True), ("sm_80", torch.float32, True),
-     ("sm_90", torch.bfloat16, True), pytest.param("sm_80", torch.bfloat16, False, marks=pytest.mark.slow),
-     pytest.param("sm_80", torch.float16, True, marks=pytest.mark.slow)],
+    [("sm_80", torch.float16, False), ("sm_90", torch.bfloat16, True),
+     *(pytest.param("sm_80", dtype, paged, marks=pytest.mark.slow)
+       for dtype, paged in ((torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False), (torch.float16, True)))],
     ids=str,
 )  # fmt: skip
 def test_decode(target: str, dtype: torch.dtype, paged: bool) -> None:

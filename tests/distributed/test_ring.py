@@ -174,7 +174,7 @@ def fail(group: Any, how: str) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("how", ["killed", "stuck"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stuck", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_makes_the_others_raise(how: str, tmp_path: Path) -> None:
     timeout = 5.0
     with ranks_of(2, tmp_path, timeout) as ranks:

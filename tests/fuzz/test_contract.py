@@ -1,7 +1,7 @@
 """The whole contract on calls that nobody thought of.
 
-Continuous integration runs the same few hundred calls every time. By hand, more of them, and others every time (a seed repeats a
-run), with a failure shrunk to the smallest call that has it:
+Every run tries the same few calls, continuous integration (.ci/run) the same hundreds. By hand, more of them, and others every
+time (a seed repeats a run), with a failure shrunk to the smallest call that has it:
 
     FUZZ_EXAMPLES=2000 pytest -n 0 --hypothesis-seed=1 tests/fuzz
 
@@ -17,7 +17,7 @@ from tests.fuzz.judge import assert_accurate_call, small_tiles
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 fuzz = settings(
-    max_examples=EXAMPLES or 40,
+    max_examples=EXAMPLES or 20,
     derandomize=not EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -66,7 +66,11 @@ def launches(target: str, D: int) -> dict[str, Launch]:
 
 
 @pytest.mark.parametrize(
-    ("target", "kernel"), [("sm_80", "forward"), ("sm_86", "dkdv"), ("sm_90", "dq"), ("sm_90", "forward"), ("gfx942", "dq")]
+    ("target", "kernel"),
+    [
+        *(("sm_90", "forward"), ("sm_86", "dkdv")),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_80", "forward"), ("sm_90", "dq"), ("gfx942", "dq"))),
+    ],
 )
 def test_the_formula_bounds_what_the_compiler_takes(target: str, kernel: str) -> None:
     launch = launches(target, 64)[kernel]

@@ -197,9 +197,9 @@ def arrived(outcome: Outcome) -> list[Wanted]:
     [
         (PLAIN, FP16, []),
         (GROUPED, FP16, []),
-        (TERMS, FP16, ["dbias", "dsinks"]),
         (PACKED, FP16, []),
-        (DOUBLE, FP64, []),
+        pytest.param(TERMS, FP16, ["dbias", "dsinks"], marks=pytest.mark.slow),
+        pytest.param(DOUBLE, FP64, [], marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
@@ -283,6 +283,7 @@ def test_threads_that_call_first_at_once(call: Call) -> None:
     assert sorted(arrived(outcome)) == sorted(outcome.wanted)
 
 
+@pytest.mark.slow
 def test_threads_that_run_out_of_shared_memory_at_once_warn_once(call: Call) -> None:
     outcome = call(replace(PLAIN, D=24), device=2, small=False, threads=8)
     assert len(outcome.warned) == 1 and len(outcome.starts) == 8

@@ -252,10 +252,9 @@ def test_no_progress_bar_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("target", "D"),
     [
-        ("sm_80", 64),
         ("sm_90", 64),
-        *(pytest.param(target, D, marks=pytest.mark.slow) for target in ("sm_86", "sm_89") for D in (32, 64)),
-        *(pytest.param(target, 32, marks=pytest.mark.slow) for target in ("sm_80", "sm_90")),
+        pytest.param("sm_90", 32, marks=pytest.mark.slow),
+        *(pytest.param(target, D, marks=pytest.mark.slow) for target in ("sm_80", "sm_86", "sm_89") for D in (32, 64)),
     ],
 )
 def test_no_spill_in_a_main_loop(target: str, D: int) -> None:
@@ -264,6 +263,7 @@ def test_no_spill_in_a_main_loop(target: str, D: int) -> None:
     assert all(code and code.ctas_per_sm >= 2 for code in rows.values())
 
 
+@pytest.mark.slow
 def test_the_forward_at_home_shape_on_sm_80() -> None:
     row = counted("sm_80", 64, "bf16", "causal", 1024)[0]
     assert row.config == Config(128, 64, 4, 2, True) and row.code is not None
@@ -274,7 +274,7 @@ def test_the_forward_at_home_shape_on_sm_80() -> None:
 
 @pytest.mark.parametrize(
     ("target", "overlap", "serial"),
-    [("sm_80", 222, 136), ("sm_90", 677, 422), pytest.param("sm_89", 117, 101, marks=pytest.mark.slow)],
+    [("sm_90", 677, 422), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_80", 222, 136), ("sm_89", 117, 101)))],
 )
 def test_the_backward_at_home_shape(target: str, overlap: float, serial: float) -> None:
     nominal = report.nominal_backward(counted(target, 64, "bf16", "causal", 1024))

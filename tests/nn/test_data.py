@@ -23,6 +23,7 @@ def test_bytes_come_back() -> None:
     assert ByteTokenizer().decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.slow
 def test_library_is_divided_by_files() -> None:
     train, validation = library_texts()
     assert len(train) > 10 * len(validation) > 1_000_000
