@@ -128,6 +128,8 @@ def make_mask(
     band = None if written_out else _band(mask_function, local_size)
     kind: type = type(config)
     eager = config is not None and not takes_bool_masks(kind)
+    # Its layers say they are not causal, for the sake of a prefix; whether they are, the mask alone says.
+    allow_is_causal_skip = allow_is_causal_skip and not eager and not getattr(config, "use_bidirectional_attention", None)
     if band is None:
         written: Callable[..., Tensor | None] = masking_utils.eager_mask if eager else masking_utils.sdpa_mask
         return written(
@@ -140,7 +142,7 @@ def make_mask(
     start = kv_length - q_length
     if keys is None and band == (None, None) and allow_is_bidirectional_skip:
         return None
-    if keys is None and band == (None, 0) and start == 0 and allow_is_causal_skip and not eager:
+    if keys is None and band == (None, 0) and start == 0 and allow_is_causal_skip:
         return None
     shape = (batch_size, 1, q_length, kv_length)
     return BandMask(shape, torch.device(device), start, *band, keys, dtype if eager else torch.bool)

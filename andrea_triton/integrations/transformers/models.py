@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -84,8 +84,11 @@ def _all_vouched(config: type) -> bool:
     from transformers import PreTrainedModel
 
     for kind in config.__mro__:
-        home = sys.modules.get(kind.__module__.replace("configuration_", "modeling_"))
-        beside = [m for m in vars(home).values() if isinstance(m, type) and issubclass(m, PreTrainedModel)] if home else []
+        try:
+            home = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
+        except ModuleNotFoundError:
+            continue
+        beside = [m for m in vars(home).values() if isinstance(m, type) and issubclass(m, PreTrainedModel)]
         models = [m for m in beside if m.config_class is kind]
         if models:
             return all(any(getattr(m, flag, False) for flag in FLAGS) for m in models)
