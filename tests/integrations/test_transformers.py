@@ -178,6 +178,16 @@ def test_compiled_model_is_the_eager_one(padded: bool) -> None:
     torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
+def test_compiled_decoder_whose_layers_do_not_say_that_they_are_causal() -> None:
+    model, given = make("bigbird_pegasus"), batch(padded=False)
+    exact, eager, got = (as_one(model, *kind) for kind in (("definition", torch.float64), ("eager",), (NAME,)))
+    torch._dynamo.reset()
+    compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
+    logits = [run(given.ids, use_cache=False).logits.detach() for run in (compiled, eager, exact)]
+    assert_accurate(*logits, torch.float32, "logits")
+
+
 def test_packed_rows_by_position_ids() -> None:
     model, ids = make("llama"), torch.randint(3, 64, (1, LENGTH))
     positions = torch.tensor([[*range(4), *range(LENGTH - 4)]])

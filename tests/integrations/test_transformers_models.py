@@ -17,6 +17,7 @@ from torch import Tensor
 from andrea_triton.errors import UnsupportedError
 from andrea_triton.integrations.transformers import NAME, register
 from andrea_triton.integrations.transformers.models import require_fit, takes_bool_masks
+from andrea_triton.testing import assert_accurate
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,10 +77,31 @@ class Unknown(transformers.PreTrainedConfig):  # type: ignore[misc,name-defined]
 
 
 @pytest.mark.parametrize(
-    ("config", "wanted"), [("LlamaConfig", True), ("Gemma2Config", True), ("BigBirdPegasusConfig", False), ("", False)]
+    ("config", "wanted"),
+    [("LlamaConfig", True), ("Gemma2Config", True), ("BigBirdPegasusConfig", False), ("PegasusXConfig", False), ("", False)],
 )
 def test_models_that_only_eager_runs_get_the_masks_of_eager(config: str, wanted: bool) -> None:
     assert takes_bool_masks(getattr(transformers, config) if config else Unknown) is wanted
+
+
+@pytest.mark.parametrize("family", ["Splinter", "PegasusX"])
+def test_layers_that_do_not_know_whether_they_are_causal(family: str) -> None:
+    """Neither is told by is_causal: an encoder without the attribute, and a decoder where it is False."""
+    config = tiny(getattr(transformers, f"{family}Config"))
+    model, ids = getattr(transformers, f"{family}Model")(config).eval(), torch.randint(3, 60, (2, 9))
+    told = {"decoder_input_ids": ids} if family == "PegasusX" else {}
+    got, eager, exact = (
+        twin(ids, use_cache=False, **told).last_hidden_state.detach()
+        for twin in (switched(model, NAME), switched(model, "eager"), switched(model.double(), "eager"))
+    )
+    assert_accurate(got, eager, exact, torch.float32, family)
+
+
+def switched(model: Any, attention: str) -> Any:
+    """A copy of the model with another attention."""
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation(attention)
+    return twin
 
 
 def modeling_modules() -> Iterator[Any]:
@@ -151,7 +173,11 @@ def test_decoder_gives_the_logits_of_eager(family: str) -> None:
     ids = torch.randint(3, 60, (3, 11))
     real = (torch.arange(11)[None] >= torch.arange(3)[:, None]).long()
     try:
-        model = getattr(transformers, model_name)(tiny(getattr(transformers, config_name))).eval()
+        config = tiny(getattr(transformers, config_name))
+        with torch.device("meta"):
+            size = sum(p.numel() for p in getattr(transformers, model_name)(copy.deepcopy(config)).parameters())
+        assert size < 3e6
+        model = getattr(transformers, model_name)(config).eval()
         model.set_attn_implementation("eager")
         for weight in model.parameters():
             if weight.dim() > 1:

@@ -111,7 +111,7 @@ def make_mask(
         use_vmap: how transformers evaluates mask_function.
         device: of the mask.
         dtype: of the model.
-        config: of the model; models that can do with the masks of "eager" alone get those: float, and never None for causal.
+        config: of the model; models that can do with the masks of "eager" alone get those: float, and never None.
 
     Returns:
         None, or a BandMask or (B, 1, M, N): bool, True where the query may see the key, or float, to be added to scores.
@@ -128,8 +128,9 @@ def make_mask(
     band = None if written_out else _band(mask_function, local_size)
     kind: type = type(config)
     eager = config is not None and not takes_bool_masks(kind)
-    # Its layers say they are not causal, for the sake of a prefix; whether they are, the mask alone says.
+    # Layers made for a prefix say that they are not causal; whether they are, the mask alone says.
     allow_is_causal_skip = allow_is_causal_skip and not eager and not getattr(config, "use_bidirectional_attention", None)
+    allow_is_bidirectional_skip = allow_is_bidirectional_skip and not eager
     if band is None:
         written: Callable[..., Tensor | None] = masking_utils.eager_mask if eager else masking_utils.sdpa_mask
         return written(

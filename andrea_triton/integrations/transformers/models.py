@@ -14,7 +14,6 @@ import torch
 from ...errors import UnsupportedError
 
 NAME = "andrea_triton"
-FLAGS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 
 
 def refuse_unfit_models(base: Any) -> None:
@@ -53,8 +52,8 @@ def require_fit(model: type, config: Any) -> None:
         raise UnsupportedError(asked, NAME, "config.output_attentions is set, and the weights are never made; use 'eager'")
     parts = [part for part in _parts(model) if "attention" in part.__name__.lower() or "attn" in part.__name__.lower()]
     tables = [read.tables for read in map(_read, _parts(model)) if read.tables]
-    own = [part.__name__ for part in parts if _read(part).own and not _read(part).interface]
-    vouched = any(getattr(model, flag, False) for flag in (*FLAGS, "_supports_attention_backend"))
+    own = [part.__name__ for part in parts if not _read(part).interface]
+    vouched = _supports_any(model) or getattr(model, "_supports_attention_backend", False)
     if tables:
         what, other = "it picks its attention by name from a table of its own", _first_of(model, tables[0])
     elif own and not vouched and not any(_read(part).interface for part in _parts(model)):
@@ -69,8 +68,8 @@ def require_fit(model: type, config: Any) -> None:
 def takes_bool_masks(config: type) -> bool:
     """Whether the models of a config class can do with the masks of "sdpa": bool ones, and none where is_causal says it all.
 
-    Models that no other implementation than "eager" can run may add their mask to scores of their own, join further columns to
-    it, or have layers that do not know they are causal. They get the mask of "eager": float, and always there.
+    Other models may add their mask to scores of their own, join further columns to it, or have layers whose is_causal is not
+    what they are. They get the mask of "eager": float, and always there.
 
     Args:
         config: the class of the model's config; one whose models are not found beside it counts as False.
@@ -80,7 +79,7 @@ def takes_bool_masks(config: type) -> bool:
 
 @functools.cache
 def _all_vouched(config: type) -> bool:
-    """Whether transformers lets all models of a config class run by another implementation than "eager"."""
+    """Whether transformers runs all models of a config class by "sdpa", or by others and through the interface all along."""
     from transformers import PreTrainedModel
 
     for kind in config.__mro__:
@@ -91,15 +90,19 @@ def _all_vouched(config: type) -> bool:
         beside = [m for m in vars(home).values() if isinstance(m, type) and issubclass(m, PreTrainedModel)]
         models = [m for m in beside if m.config_class is kind]
         if models:
-            return all(any(getattr(m, flag, False) for flag in FLAGS) for m in models)
+            return all(m._supports_sdpa or (m._supports_attention_backend and _supports_any(m)) for m in models)
     return False
+
+
+def _supports_any(model: type) -> bool:
+    """Whether transformers runs a model by any of its own implementations beside "eager"."""
+    return any(getattr(model, flag, False) for flag in ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn"))
 
 
 class _Read(NamedTuple):
     """What the code of a module's class speaks of."""
 
     interface: bool  # a registry of attention functions
-    own: bool  # a softmax of weights, or a mask: in an attention that asks no registry, what it makes by itself
     tables: tuple[str, ...]  # implementations in a table {"eager": SomeAttention, ...}
     builds: tuple[type, ...]  # classes named where it is made
 
@@ -131,16 +134,13 @@ def _read(part: type) -> _Read:
     """Read the compiled code of a class and of what it inherits: it is there without a source file, in a notebook too."""
     from transformers import AttentionInterface, PreTrainedModel
 
-    names: set[str] = set()
-    interface = masked = False
+    interface = False
     tables: list[str] = []
     builds: list[type] = []
     common = {*torch.nn.Module.__mro__, *PreTrainedModel.__mro__}
     members = [(key, f) for kind in part.__mro__ if kind not in common for key, f in vars(kind).items()]
     for key, function in [(key, f) for key, member in members if (f := _function(member))]:
         for code, space in _code(function):
-            names.update(code.co_names)
-            masked = masked or (key == "forward" and any("mask" in name for name in code.co_varnames))
             for known in [space[name] for name in code.co_names if name in space]:
                 interface = interface or isinstance(known, AttentionInterface)
                 classes = [x for x in known.values() if isinstance(x, type)] if isinstance(known, dict) else [known]
@@ -148,8 +148,7 @@ def _read(part: type) -> _Read:
                     tables += known
                 if key == "__init__":
                     builds += [x for x in classes if isinstance(x, type)]
-    own = masked or not names.isdisjoint({"softmax", "Softmax", "scaled_dot_product_attention"})
-    return _Read(interface, own, tuple(tables), tuple(builds))
+    return _Read(interface, tuple(tables), tuple(builds))
 
 
 def _function(member: Any) -> FunctionType | None:
