@@ -36,6 +36,12 @@ MODELS = {
         "GptOssForCausalLM", "GptOssConfig",
         SIZES | {"sliding_window": 4, "layer_types": LAYERS, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
+    # Its decoder's layers do not say that they are causal.
+    "bigbird_pegasus": (
+        "BigBirdPegasusForCausalLM", "BigBirdPegasusConfig",
+        {"vocab_size": 64, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
+         "max_position_embeddings": 64, "pad_token_id": 0, "scale_embedding": False},
+    ),
     "bert": ("BertForMaskedLM", "BertConfig", {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")}),
 }  # fmt: skip
 DECODERS = [name for name in MODELS if name != "bert"]
@@ -172,6 +178,16 @@ def test_compiled_model_is_the_eager_one(padded: bool) -> None:
     torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.slow
+def test_compiled_decoder_whose_layers_do_not_say_that_they_are_causal() -> None:
+    model, given = make("bigbird_pegasus"), batch(padded=False)
+    exact, eager, got = (as_one(model, *kind) for kind in (("definition", torch.float64), ("eager",), (NAME,)))
+    torch._dynamo.reset()
+    compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
+    logits = [run(given.ids, use_cache=False).logits.detach() for run in (compiled, eager, exact)]
+    assert_accurate(*logits, torch.float32, "logits")
+
+
 def test_packed_rows_by_position_ids() -> None:
     model, ids = make("llama"), torch.randint(3, 64, (1, LENGTH))
     positions = torch.tensor([[*range(4), *range(LENGTH - 4)]])
@@ -182,16 +198,81 @@ def test_packed_rows_by_position_ids() -> None:
     assert_accurate(got, eager, exact, torch.float32, "logits")
 
 
-def test_packed_rows_by_cu_seq_lens() -> None:
+def packed(*lengths: int) -> dict[str, Any]:
+    """The keywords that say where the sequences of a pack start."""
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": max(lengths), "max_length_k": max(lengths)}
+
+
+@pytest.mark.parametrize("told", ["starts", "starts and positions"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_packed_rows_by_cu_seq_lens(name: str, told: str) -> None:
+    model, ids = make(name), torch.randint(3, 64, (1, LENGTH))
+    positions = torch.tensor([[*range(5), *range(LENGTH - 5)]]) if "positions" in told else None
+    got = as_one(model, NAME)(ids, position_ids=positions, use_cache=False, **packed(5, LENGTH - 5)).logits.detach()
+    alone = (slice(0, 5), slice(5, LENGTH))
+    exact, eager = (
+        torch.cat([twin(ids[:, rows], use_cache=False).logits.detach() for rows in alone], 1)
+        for twin in (as_one(model, "definition", torch.float64), as_one(model, "eager"))
+    )
+    assert_accurate(got, eager, exact, torch.float32, f"{name} logits")
+
+
+def test_packed_rows_under_a_written_out_mask_and_a_bias() -> None:
     q, k, v = (torch.randn(1, heads, LENGTH, 8) for heads in (4, 2, 2))
-    starts = torch.tensor([0, 4, LENGTH], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7}
-    out, _ = attend(torch.nn.Identity(), q, k, v, None, **packed)
-    for rows in (slice(0, 4), slice(4, LENGTH)):
-        alone, _ = attend(torch.nn.Identity(), q[:, :, rows], k[:, :, rows], v[:, :, rows], None)
-        torch.testing.assert_close(out[:, rows], alone)
-    with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
-        attend(torch.nn.Identity(), *(x.expand(2, -1, -1, -1) for x in (q, k, v)), None, **packed)
+    seen, bias = torch.rand(1, 1, LENGTH, LENGTH) < 0.7, torch.randn(1, 4, LENGTH, LENGTH)
+    for mask, told in ((seen, {}), (None, {"position_bias": bias}), (bias, {}), (seen, {"position_bias": bias})):
+        out, _ = attend(torch.nn.Identity(), q, k, v, mask, **told, **packed(4, LENGTH - 4))
+        for rows in (slice(0, 4), slice(4, LENGTH)):
+            cut = None if mask is None else mask[:, :, rows, rows]
+            biases = {name: x[:, :, rows, rows] for name, x in told.items()}
+            alone, _ = attend(torch.nn.Identity(), q[:, :, rows], k[:, :, rows], v[:, :, rows], cut, **biases)
+            torch.testing.assert_close(out[:, rows], alone)
+
+
+def test_packed_rows_that_cannot_be_told_apart_are_refused() -> None:
+    x, chunked = torch.randn(1, 2, 8, 8), torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match="batch of one"):
+        attend(chunked, *[x.expand(2, -1, -1, -1)] * 3, None, **packed(3, 5))
+    chunked.config = transformers.PreTrainedConfig(attention_chunk_size=4)
+    place = torch.arange(8)
+    chunks = (place[:, None] // 4 == place // 4)[None, None].tril()
+    with pytest.raises(UnsupportedError, match="position_ids"):
+        attend(chunked, x, x, x, chunks, **packed(3, 5))
+    attend(chunked, x, x, x, chunks, **packed(4, 4))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])  # the second does not hand the request down to its layers
+def test_request_for_the_weights_is_refused(name: str) -> None:
+    model = as_one(make(name), NAME)
+    with pytest.raises(UnsupportedError, match=r"output_attentions.*'eager'"):
+        model(torch.randint(3, 64, (1, 4)), output_attentions=True)
+    model(torch.randint(3, 64, (1, 4)), output_hidden_states=True)
+
+
+def test_prefix_model_without_token_types_is_what_eager_is() -> None:
+    text = SIZES | {"model_type": "gemma", "initializer_range": 0.1}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
+              "patch_size": 8}  # fmt: skip
+    told: dict[str, Any] = {"projection_dim": 32, "image_token_index": 63}
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision | {"model_type": "siglip_vision_model"}, **told)
+    model, ids = transformers.PaliGemmaForConditionalGeneration(config).eval(), torch.randint(3, 63, (2, LENGTH))
+    types = (torch.arange(LENGTH) >= 6).long().expand(2, -1)
+    for given in ({}, {"token_type_ids": types}, {"attention_mask": torch.ones_like(ids)}):
+        exact, eager, got = (
+            as_one(model, *kind)(ids, **given).logits.detach() for kind in (("definition", torch.float64), ("eager",), (NAME,))
+        )
+        assert_accurate(got, eager, exact, torch.float32, f"logits with {', '.join(given) or 'nothing'}")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_model_in_bf16(name: str) -> None:
+    model, given = make(name).to(torch.bfloat16), batch(padded=True)
+    exact, eager, got = (
+        logits_and_gradients(as_one(model, kind, dtype), given)[0]
+        for kind, dtype in (("definition", torch.float64), ("eager", torch.bfloat16), (NAME, torch.bfloat16))
+    )
+    assert_accurate(got, eager, exact, torch.bfloat16, f"{name} logits")
 
 
 def test_masks_and_biases_say_the_same() -> None:
