@@ -73,7 +73,7 @@ MAY_IMPORT = {
     "cache": "errors torch",
     "decode": f"{HOST} functional backends cache",
     "nn": f"{PURE} torch functional cache decode nn",
-    "distributed": f"{HOST} functional backends ops distributed",
+    "distributed": f"{HOST} functional backends ops nn distributed",
     "integrations": f"{PURE} torch functional sdpa cache decode integrations",
     "testing": f"{PURE} problem reference torch testing",
 }
@@ -84,7 +84,7 @@ MAY_IMPORT_LATER = {
     "functional": "launch",
     "launch.report": "tqdm",
     "launch.tune": "tqdm",
-    "nn": "matplotlib safetensors tokenizers",
+    "nn": "matplotlib safetensors tokenizers distributed",
     "train": "matplotlib tqdm",
     "check": "matplotlib",
     "doctor": "launch functional",
