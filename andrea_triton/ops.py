@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu
+from . import cpu, flops
 from .backends import dense_backward, run_backward, run_forward, run_statistics
 from .errors import UnsupportedError
 from .problem import Problem, accumulator, make_problem
@@ -53,7 +53,12 @@ class Attend(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (*dense_backward(ctx.problem, inputs, dout, dlse, True), None, None)
         needs = tuple(ctx.needs_input_grad[:5])
-        grads = run_backward(ctx.problem, inputs, saved, dout, dlse, needs, ctx.backend)
+        if torch._C._len_torch_dispatch_stack() > 0 and ctx.problem.extras.score is None and ctx.problem.extras.mask is None:
+            flops.announce()  # the mode is to see one operator, also where the forward was none
+            tensors, numbers = take_apart(ctx.problem, inputs[3], ctx.backend)
+            grads = backward_op(dout, dlse, *saved, list(needs), *inputs[:3], *tensors, *numbers)
+        else:
+            grads = run_backward(ctx.problem, inputs, saved, dout, dlse, needs, ctx.backend)
         return (*(g if n else None for g, n in zip(grads, needs, strict=True)), None, None)
 
 
@@ -276,6 +281,8 @@ def attend(
     if backend == "reference" or torch.autograd.forward_ad._current_level >= 0:
         return reference(problem, q, k, v)
     if traced(q) and problem.extras.score is None and problem.extras.mask is None:
+        if not torch.compiler.is_compiling():
+            flops.announce()
         tensors, numbers = take_apart(problem, bias, backend)
         q, k, v, *others = distinct((q, k, v, *tensors))
         learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks))
