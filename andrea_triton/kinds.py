@@ -27,7 +27,7 @@ def check_kind(name: str, tensor: Any) -> None:
 
     Raises:
         DTypeError: it is no tensor; of a subclass with meanings of its own, such as MaskedTensor, CausalBias or a nested tensor;
-            sparse, or of another layout without strides; or a view that negates.
+            sparse, or of another layout without strides; or numbers that torch has not yet written: a view that negates.
     """
     if not isinstance(tensor, Tensor):
         raise DTypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor; use torch.as_tensor({name})")
@@ -40,8 +40,8 @@ def check_kind(name: str, tensor: Any) -> None:
     if tensor.layout is not torch.strided:
         way = f"use {name}.to_dense(), or varlen_attention for sequences of many lengths"
         raise DTypeError(f"{name} has layout {tensor.layout}; wanted torch.strided; {way}")
-    if not torch.compiler.is_compiling() and tensor.is_neg():
-        raise DTypeError(f"{name} is a view that negates its memory; wanted the numbers themselves; use {name}.resolve_neg()")
+    if not torch.compiler.is_compiling() and (tensor.is_neg() or tensor._is_zerotensor()):
+        raise DTypeError(f"{name} is a view that negates or has no memory; wanted the numbers themselves; use {name} + 0")
 
 
 def plain_memory(kind: type[Tensor]) -> bool:

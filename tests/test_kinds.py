@@ -59,7 +59,11 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda t: torch.nn.UninitializedParameter(),
         "is a .*UninitializedParameter; wanted a plain torch.Tensor; call",
     ),
-    "negated": (torch._neg_view, r"is a view that negates its memory; .*resolve_neg"),
+    "negated": (torch._neg_view, r"is a view that negates or has no memory; .* \+ 0"),
+    "zeros without memory": (
+        lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+        "is a view that negates or has no memory",
+    ),
     "none at all": (lambda t: t.tolist(), "is a list; wanted a torch.Tensor"),
 }
 

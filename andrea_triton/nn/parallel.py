@@ -108,13 +108,16 @@ def for_heads(
         The three. Where weights are dropped, heads of several ranks get seeds of their own, and those of DTensors one seed.
 
     Raises:
-        UnsupportedError: a Mask where q holds the heads of this rank only.
+        UnsupportedError: a Mask where q holds the heads of this rank only, or a dense backend where it is a DTensor.
     """
     sinks = call.sinks
     if is_dtensor(q):
         from .. import distributed  # tells DTensor about the operators
 
         assert distributed
+        if call.backend in ("naive", "reference"):
+            way_out = "use ColwiseParallel() with its local output"
+            raise UnsupportedError(f"backend={call.backend!r}", "projections that return DTensors", way_out)
         sinks, key_lengths = (None if t is None else replicated(t, q) for t in (sinks, key_lengths))
         mask = replicated(mask, q) if isinstance(mask, Tensor) else mask
         seed = None if call.dropout_p == 0.0 else one_for_all(drawn(q), q)

@@ -184,11 +184,12 @@ def test_no_two_heads_drop_alike(ranks: Ranks) -> None:
 def refused(group: Any, kind: str) -> None:
     """A call that must fail, on every rank."""
     mesh = DeviceMesh.from_group(group, "cpu")
-    module: nn.Module = CausalSelfAttention(16, 4, 1 if kind == "one key head" else None)
+    backend = "naive" if kind == "a dense backend" else None
+    module: nn.Module = CausalSelfAttention(16, 4, 1 if kind == "one key head" else None, backend=backend)
     if kind == "queries alone":
         module = parallelize_module(module, mesh, {"W_Q": ColwiseParallel(), "W_O": RowwiseParallel()})
     else:
-        module = split(module, mesh, "local")
+        module = split(module, mesh, "DTensor" if backend else "local")
     mask = Mask(None, torch_fn=lambda b, h, i, j: i == j) if kind == "a function" else None
     module(torch.randn(1, 3, 16), mask=mask)
 
@@ -198,6 +199,7 @@ def refused(group: Any, kind: str) -> None:
     [
         ("one key head", "ShapeError: n_kv_head is 1, which 2 ranks do not divide; wanted whole key heads on every rank"),
         ("queries alone", "ShapeError: W_Q gives 2 of 4 heads and W_K 4 of 4; wanted the same share"),
+        ("a dense backend", "UnsupportedError: backend='naive' is not supported by projections that return DTensors"),
         ("a function", "UnsupportedError: mask=Mask.* is not supported by heads split over ranks"),
     ],
 )

@@ -140,6 +140,20 @@ def test_checkpointed_model_is_routed_both_times(calls: list[int]) -> None:
     assert len(calls) == 2
 
 
+def test_checkpoints_inside_a_compiled_function() -> None:
+    """Dynamo sees the layer once, in the graph of both passes: nothing needs to be told."""
+    block, x = Block(), torch.randn(2, 7, 32)
+
+    def twice(x: Tensor) -> Tensor:
+        return checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False)
+
+    wanted = torch.autograd.grad(twice(x).square().sum(), list(block.parameters()))
+    torch._dynamo.reset()
+    with replace_sdpa():
+        out = torch.compile(twice, fullgraph=True, backend="aot_eager", dynamic=True)(x)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), list(block.parameters())), wanted)
+
+
 def test_checkpoint_that_was_not_told_is_noticed() -> None:
     with replace_sdpa():
         out = checkpoint(Block(), torch.randn(2, 7, 32), use_reentrant=False)
