@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from andrea_triton.errors import DTypeError, ShapeError, UnsupportedError
+from andrea_triton.kinds import check_kind
 from andrea_triton.spec import MAX_LENGTH, Mask, Score
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,15 +26,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
     check_tensor("q", q, q, FLOAT_DTYPES)
     dtype, device = q.dtype, q.device
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor) or tensor.device != device:
+        check_kind(name, tensor)
+        if tensor.device != device:
             check_tensor(name, tensor, q, FLOAT_DTYPES)
         if tensor.dtype != dtype:
             got = ", ".join(f"{name} is {getattr(x, 'dtype', type(x))}" for name, x in (("q", q), ("k", k), ("v", v)))
             way_out = "cast them to one float dtype, or call under torch.autocast"
             raise DTypeError(f"{got}; wanted one dtype, outside autocast; {way_out}")
-        if tensor.layout is not torch.strided:
-            way_out = f"use {name}.to_dense(), or varlen_attention for sequences of many lengths"
-            raise DTypeError(f"{name} has layout {tensor.layout}; wanted torch.strided; {way_out}")
         if tensor.dim() != rank:
             way_out = "pass all of q, k, v packed" if rank == 3 else "unsqueeze it, or use varlen_attention if packed"
             fail_shape(name, tensor, "(total, H, D)" if rank == 3 else "(B, H, T, D)", way_out)
@@ -185,8 +184,7 @@ def check_tensor(
     name: str, tensor: Tensor, q: Tensor, dtypes: Sequence[torch.dtype], way_out: str = "cast it with .to(dtype)"
 ) -> None:
     """Fail unless this is a tensor on q's device with one of these dtypes."""
-    if not isinstance(tensor, Tensor):
-        raise DTypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor; use torch.as_tensor({name})")
+    check_kind(name, tensor)
     if tensor.dtype not in dtypes:
         wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
         raise DTypeError(f"{name} is {tensor.dtype}; wanted {wanted}; {way_out}")

@@ -310,11 +310,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
     """The problem of a call without further tensors, checked once for all calls with such tensors and settings."""
     if ops.traced(q) or type(k) not in ops.PLAIN or type(v) not in ops.PLAIN:
         return make_problem(q, k, v, _spec(settings))
-    sizes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout, q.device, k.device, v.device)
-    key = (sizes, settings, tuple(map(type, settings)))  # True == 1 == 1.0
     try:
+        sizes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout, q.device, k.device, v.device)
+        key = (sizes, settings, tuple(map(type, settings)))  # True == 1 == 1.0
         problem: Problem | None = _problems.get(key)
-    except TypeError:  # no hash: a list, or a setting of the wrong kind
+    except (TypeError, RuntimeError):  # no hash: a list, or a setting of the wrong kind; no shape: a nested tensor
         return make_problem(q, k, v, _spec(settings))
     return problem or _problems.keep(key, make_problem(q, k, v, _spec(settings)))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu
+from . import cpu, flops
 from .backends import dense_backward, run_backward, run_forward, run_statistics
 from .errors import UnsupportedError
 from .problem import Problem, accumulator, make_problem, unexpanded
@@ -57,12 +57,14 @@ class Attend(torch.autograd.Function):
         if any([x is not None for x in problem.extras]) or inputs[3] is not None or inputs[4] is not None:
             problem = problem.filled(sides, inputs[3], inputs[4])
         own = problem.extras.score is not None or problem.extras.mask is not None
-        batched = batching(dout) or batching(dlse)
+        batched, watched = batching(dout) or batching(dlse), torch._C._len_torch_dispatch_stack() > 0
         if torch.is_grad_enabled() or (batched and own):
             grads: Any = dense_backward(problem, inputs, dout, dlse, torch.is_grad_enabled())
-        elif batched:
+        elif batched or (watched and not own):
+            if watched:
+                flops.announce()  # the mode is to see one operator, also where the forward was none
             tensors, numbers = take_apart(problem, inputs[3], ctx.backend)
-            call = backward_op if batched == "autograd" else TracedBackward.apply
+            call = TracedBackward.apply if batched == "func" else backward_op
             grads = call(dout, dlse, *saved, list(needs), *inputs[:3], *tensors, *numbers)
         else:
             grads = run_backward(problem, inputs, saved, dout, dlse, needs, ctx.backend)
@@ -299,6 +301,8 @@ def attend(
     if backend == "reference" or torch.autograd.forward_ad._current_level >= 0:
         return reference(problem, q, k, v)
     if traced(q) and problem.extras.score is None and problem.extras.mask is None:
+        if not torch.compiler.is_compiling():
+            flops.announce()
         tensors, numbers = take_apart(problem, bias, backend)
         q, k, v, *others = distinct((q, k, v, *tensors))
         learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks))

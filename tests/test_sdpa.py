@@ -3,12 +3,14 @@
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import bias as torch_bias
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
-from andrea_triton import ShapeError, scaled_dot_product_attention
+from andrea_triton import DTypeError, ShapeError, scaled_dot_product_attention
 from andrea_triton.testing import assert_accurate
 
 F32, F64 = torch.float32, torch.float64
@@ -114,7 +116,7 @@ def test_gqa() -> None:
     q, k, v = torch.randn(2, 6, 9, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 12, 16)
     same_as_torch(q, k, v, enable_gqa=True)
     same_as_torch(q, k, v, enable_gqa=True, is_causal=True)
-    with pytest.raises(ShapeError, match="key has 2 heads; query has 6; wanted as many, or pass enable_gqa=True"):
+    with pytest.raises(ShapeError, match="have 6, 2 and 2 heads; wanted as many, or 1; pass enable_gqa=True"):
         scaled_dot_product_attention(q, k, v)
 
 
@@ -146,3 +148,74 @@ def test_refuses_what_torch_refuses() -> None:
         scaled_dot_product_attention(x, x, x, mask, is_causal=True)
     with pytest.raises(ShapeError, match=r"query has 1 dims; wanted \(..., H, L, E\); unsqueeze it"):
         scaled_dot_product_attention(x[0, 0, 0], x, x)
+    with pytest.raises(ShapeError, match="wanted leading dims that broadcast"):
+        scaled_dot_product_attention(x.expand(3, 2, 8, 16), x.expand(2, 2, 8, 16), x)
+    with pytest.raises(DTypeError, match=r"attn_mask is torch.float64; wanted .* or torch.float16, as query"):
+        scaled_dot_product_attention(x.half(), x.half(), x.half(), mask.double())
+    for scale, message in ((torch.ones(1), "wanted a number or a tensor of no dims"), (learned(()), "requires a gradient")):
+        with pytest.raises(DTypeError, match=message):
+            scaled_dot_product_attention(x, x, x, scale=scale)
+
+
+def learned(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+SHAPES: list[tuple[tuple[int, ...], ...]] = [
+    ((0, 1, 8),) * 3, ((2, 3, 0),) * 3, ((4, 0),) * 3, ((2, 0, 4, 8),) * 3, ((2, 0, 3, 4, 8),) * 3,
+    ((2, 3, 4, 0), (2, 3, 5, 0), (2, 3, 5, 6)), ((2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 0)),
+    ((2, 3, 0, 8), (2, 3, 5, 8), (2, 3, 5, 8)), ((2, 3, 4, 8), (2, 3, 0, 8), (2, 3, 0, 8)),
+    ((2, 1, 3, 4, 8), (3, 5, 8), (5, 8)), ((4, 8), (3, 5, 8), (3, 5, 8)), ((2, 2, 3, 4, 8), (1, 2, 1, 5, 8), (2, 1, 3, 5, 8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_shapes_that_torch_takes(shapes: tuple[tuple[int, ...], ...], is_causal: bool) -> None:
+    """Empty, broadcast, of no features: output and gradients have torch's shapes and values."""
+    first = [learned(shape) for shape in shapes]
+    found = []
+    for function in (torchs, scaled_dot_product_attention):
+        inputs = [x.detach().requires_grad_() for x in first]
+        out = function(*inputs, is_causal=is_causal)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("sizes", [(6, 10), (10, 6), (6, 6), (1, 5)], ids=str)
+@pytest.mark.parametrize("corner", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias:UserWarning")
+def test_d04_causal_bias(corner: str, sizes: tuple[int, int]) -> None:
+    """torch's class has memory that nobody wrote: it stands for a band."""
+    bias = getattr(torch_bias, corner)(*sizes)
+    q, k, v = (torch.randn(2, 3, n, 16) for n in (sizes[0], sizes[1], sizes[1]))
+    wanted = torchs(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, bias), wanted)
+    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+    if sizes == (6, 10):
+        torch.testing.assert_close(compiled(q, k, v, bias), wanted)
+    with pytest.raises(ShapeError, match="attn_mask and is_causal=True"):
+        scaled_dot_product_attention(q, k, v, bias, is_causal=True)
+
+
+def test_causal_bias_of_other_sizes() -> None:
+    q, k = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 10, 8)
+    upper = torch_bias.causal_upper_left(3, 4)  # torch reads no size of it
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, k, upper), torchs(q, k, k, upper))
+    with pytest.raises(ShapeError, match=r"attn_mask is causal_lower_right\(3, 4\); wanted 6 queries and 10 keys"):
+        scaled_dot_product_attention(q, k, k, torch_bias.causal_lower_right(3, 4))
+
+
+def test_numbers_that_torch_takes() -> None:
+    x = torch.randn(1, 2, 5, 8)
+    wanted = torchs(x, x, x, scale=0.5)
+    for scale in (torch.tensor(0.5), np.float32(0.5), np.float64(0.5)):
+        torch.testing.assert_close(scaled_dot_product_attention(x, x, x, scale=scale), wanted)  # type: ignore[arg-type]
+    assert torch.equal(scaled_dot_product_attention(x, x, x, dropout_p=1.0), torch.zeros_like(x))
+
+
+def test_key_and_value_may_have_groups_of_their_own() -> None:
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 1, 6, 8)
+    same_as_torch(q, k, v, enable_gqa=True)
+    with pytest.raises(ShapeError, match="have 4, 2 and 3 heads; wanted divisors of the query's"):
+        scaled_dot_product_attention(q, k, torch.randn(1, 3, 6, 8), enable_gqa=True)

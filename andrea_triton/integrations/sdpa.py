@@ -52,10 +52,6 @@ class replace_sdpa(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The library's attention in place of torch's; everything else as it is."""
         if func is torch.nn.functional.scaled_dot_product_attention:
-            if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *(kwargs or {}).values())):
-                raise UnsupportedError(
-                    "a nested tensor", "replace_sdpa", "use varlen_attention on nested.values() and nested.offsets()"
-                )
             return scaled_dot_product_attention(*args, **(kwargs or {}))
         if func is Tensor.unflatten:  # a Python method that Dynamo cannot look into below a mode; this one it need not
             return torch.unflatten(*args, **(kwargs or {}))

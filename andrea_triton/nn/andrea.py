@@ -22,6 +22,7 @@ from ..cache import Cache, KVCache, PagedKVCache
 from ..errors import DTypeError, ShapeError
 from ..spec import Window, make_spec
 from .attention import CausalSelfAttention, head_dim, next_positions
+from .parallel import kv_heads_here, split_of
 from .weights import load_tensors, save_tensors
 
 NORM_EPS = 1e-6
@@ -225,7 +226,8 @@ class Andrea(nn.Module):
         return self.head(self.norm(x[:, -1:] if last else x))
 
     def new_caches(self, batch: int, capacity: int | None = None, *, page_size: int | None = None) -> list[Cache]:
-        """Empty caches for a batch, one per block, on the model's device and in its dtype.
+        """Empty caches for a batch, one per block, on the model's device and in its dtype; under tensor parallelism for this
+        rank's heads.
 
         Args:
             batch: sequences.
@@ -239,7 +241,10 @@ class Andrea(nn.Module):
             ShapeError: a size is wrong.
         """
         c, weight = self.config, self.head.weight
-        sizes = (batch, c.kv_heads, c.context if capacity is None else capacity, c.head_dim)
+        first = self.blocks[0]
+        assert isinstance(first, Block)
+        kv_heads = kv_heads_here(c.kv_heads, split_of(first.attention.W_O))
+        sizes = (batch, kv_heads, c.context if capacity is None else capacity, c.head_dim)
         if page_size is None:
             return [KVCache(*sizes, dtype=weight.dtype, device=weight.device) for _ in self.blocks]
         return [PagedKVCache(*sizes, page_size=page_size, dtype=weight.dtype, device=weight.device) for _ in self.blocks]

@@ -23,6 +23,7 @@ class Call(NamedTuple):
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     backend: str | None = None
+    seed: Tensor | None = None
 
 
 def attend(
@@ -53,7 +54,7 @@ def attend(
         return naive_attention(q, k, v, causal, call)
     out = attention(
         q, k, v, causal=causal, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks,
-        key_lengths=key_lengths, mask=mask, dropout_p=call.dropout_p, backend=call.backend,
+        key_lengths=key_lengths, mask=mask, dropout_p=call.dropout_p, seed=call.seed, backend=call.backend,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out

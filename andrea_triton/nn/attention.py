@@ -1,4 +1,8 @@
-"""Attention with its four projections, as modules: causal, full, and from one sequence to another."""
+"""Attention with its four projections, as modules: causal, full, and from one sequence to another.
+
+Under tensor parallelism (torch's ColwiseParallel for W_Q, W_K and W_V, RowwiseParallel for W_O; ready plans by
+`andrea_triton.distributed.tensor_parallel_plan`) a module works with the heads that its projections give on a rank.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from ..cache import Cache
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..spec import Mask, Window, make_spec
 from .attend import Call, attend, attend_cache
+from .parallel import check_heads, for_heads, kv_heads_here, local, placed, replicated, split_of
 
 ROTARY_BASE = 10000.0
 
@@ -88,39 +93,43 @@ class SelfAttention(nn.Module):
         Raises:
             ShapeError, DTypeError, UnsupportedError: as `attention`.
         """
-        q, k, v = self.project(x, torch.arange(x.shape[1], device=x.device) if self.rotary else None)
-        return self.merge_heads(attend(q, k, v, self.causal, self.call(), key_lengths, mask))
+        q, k, v = self.project(x)
+        call, key_lengths, mask = for_heads(self.call(), q, split_of(self.W_O), self.n_head, key_lengths, mask)
+        return self.merge_heads(placed(attend(q, k, v, self.causal, call, key_lengths, mask), q))
 
     def call(self) -> Call:
         """The settings of a call, as the mode (training or not) has it."""
         dropout_p = self.dropout if self.training else 0.0
         return Call(self.scale, self.window, self.softcap, self.sinks, dropout_p, self.backend)
 
-    def project(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x, in heads.
 
         Args:
             x: (B, T, d_model).
-            positions: (T,) or (B, T) integers, the tokens' places in their sequence; read by rotary heads only.
+            positions: (T,) or (B, T) integers, the tokens' places in their sequence; read by rotary heads only. None means 0 to
+                T - 1.
 
         Returns:
-            q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim), views of (B, T, ...) memory.
+            q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim), views of (B, T, ...) memory. Where the projections
+            are split over ranks, plain tensors hold this rank's heads.
 
         Raises:
-            ShapeError: x does not fit.
+            ShapeError: x does not fit, or the projections give no whole heads.
         """
-        check_features("x", x, self.d_model)
-        q, k, v = (
-            split_heads(W(x), heads)
-            for W, heads in ((self.W_Q, self.n_head), (self.W_K, self.n_kv_head), (self.W_V, self.n_kv_head))
-        )
+        q, k, v = self.heads(x)
         if self.rotary:
-            assert positions is not None
+            positions = torch.arange(q.shape[2], device=x.device) if positions is None else positions
             q, k = rotate(q, positions), rotate(k, positions)
         return q, k, v
 
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`project` before queries and keys are turned."""
+        check_features("x", x, self.d_model)
+        return in_heads(self, x, x)
+
     def merge_heads(self, out: Tensor) -> Tensor:
-        """W_O of (B, n_head, T, head_dim), as (B, T, d_model)."""
+        """W_O of (B, n_head, T, head_dim), or this rank's heads, as (B, T, d_model)."""
         return self.W_O(out.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:
@@ -162,7 +171,7 @@ class CausalSelfAttention(SelfAttention):
             x: (B, T, d_model).
             key_lengths: (B,) integers; tokens from there on are hidden. Not together with a cache.
             mask: as in `attention`. Not together with a cache.
-            cache: of this layer; the T tokens continue its sequences.
+            cache: of this layer, for the key heads of this rank; the T tokens continue its sequences.
             rows: how many of the last tokens of each sequence are real, as in `Cache.append`.
 
         Returns:
@@ -176,9 +185,15 @@ class CausalSelfAttention(SelfAttention):
         if key_lengths is not None or mask is not None:
             name = "mask" if key_lengths is None else "key_lengths"
             raise UnsupportedError(name, "a call with a cache", "the cache knows its lengths; use rows= for padding")
-        q, k, v = self.project(x, next_positions(cache, x.shape[1], rows) if self.rotary else None)
+        placement, *heads = self.heads(x)
+        q, k, v = (local(t) for t in (placement, *heads))  # a cache holds what lies on its rank
+        if self.rotary:
+            positions = next_positions(cache, q.shape[2], rows)
+            q, k = rotate(q, positions), rotate(k, positions)
         cache.append(k.to(cache.dtype), v.to(cache.dtype), rows)
-        return self.merge_heads(attend_cache(q.to(cache.dtype), cache, self.call()).to(q.dtype))
+        call, _, _ = for_heads(self.call(), q, split_of(self.W_O), self.n_head, None, None)
+        out = attend_cache(q.to(cache.dtype), cache, call).to(q.dtype)
+        return self.merge_heads(placed(out, placement))
 
 
 class CrossAttention(nn.Module):
@@ -246,11 +261,12 @@ class CrossAttention(nn.Module):
         """
         check_features("x", x, self.d_model)
         check_features("context", context, self.d_context)
-        q = split_heads(self.W_Q(x), self.n_head)
-        k, v = split_heads(self.W_K(context), self.n_kv_head), split_heads(self.W_V(context), self.n_kv_head)
+        q, k, v = in_heads(self, x, context)
         dropout_p = self.dropout if self.training else 0.0
         call = Call(self.scale, None, self.softcap, self.sinks, dropout_p, self.backend)
-        return self.W_O(attend(q, k, v, False, call, context_lengths, mask).transpose(1, 2).flatten(2))
+        call, context_lengths, mask = for_heads(call, q, split_of(self.W_O), self.n_head, context_lengths, mask)
+        out = placed(attend(q, k, v, False, call, context_lengths, mask), q)
+        return self.W_O(out.transpose(1, 2).flatten(2))
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -275,7 +291,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     half, exact = x.shape[-1] // 2, torch.float64 if x.dtype == torch.float64 else torch.float32
     speeds = ROTARY_BASE ** (-torch.arange(half, dtype=exact, device=x.device) / half)
     angles = (positions.to(exact)[..., None] * speeds).unsqueeze(-3)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = replicated(angles.cos(), x), replicated(angles.sin(), x)
     first, second = x.to(exact).chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
@@ -287,9 +303,31 @@ def next_positions(cache: Cache, M: int, rows: Sequence[int] | None) -> Tensor:
     return positions.clamp_min(0)
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, heads · D) as (B, heads, T, D), a view."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+def in_heads(module: SelfAttention | CrossAttention, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A module's queries of x, keys and values of a context, as (B, heads, T, head_dim).
+
+    Raises:
+        ShapeError: the projections, split over ranks, give no whole heads.
+    """
+    split = split_of(module.W_O)
+    kv_heads_here(module.n_kv_head, split)  # first, and alike on all ranks: none must wait for one that has failed
+    q, k, v = (split_heads(t, module.head_dim) for t in (module.W_Q(x), module.W_K(context), module.W_V(context)))
+    check_heads(q, k, module.n_head, module.n_kv_head)
+    return q, k, v
+
+
+def split_heads(x: Tensor, features: int) -> Tensor:
+    """(B, T, heads · features) as (B, heads, T, features), a view; how many heads there are is what x says.
+
+    Raises:
+        ShapeError: x holds no whole heads.
+    """
+    if x.shape[-1] % features:
+        raise ShapeError(
+            f"a projection gives {x.shape[-1]} features; wanted a multiple of {features}, the head dim; "
+            "split the module over ranks that divide n_kv_head"
+        )
+    return x.unflatten(-1, (-1, features)).transpose(1, 2)
 
 
 def head_dim(d_model: int, n_head: int, n_kv_head: int) -> int:

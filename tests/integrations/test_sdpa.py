@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import bias as torch_bias
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from andrea_triton.errors import UnsupportedError
+from andrea_triton.errors import DTypeError, UnsupportedError
 from andrea_triton.integrations import sdpa
 from andrea_triton.integrations.sdpa import NAME, register_flash, replace_sdpa
 
@@ -76,6 +77,15 @@ def test_masks_keep_their_meaning(mask: Tensor, calls: list[int]) -> None:
     assert len(calls) == 1
 
 
+def test_causal_bias_reaches_the_library(calls: list[int]) -> None:
+    q, k = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 10, 8)
+    lower = torch_bias.causal_lower_right(6, 10)
+    wanted = scaled_dot_product_attention(q, k, k, lower)
+    with replace_sdpa():
+        torch.testing.assert_close(scaled_dot_product_attention(q, k, k, lower), wanted)
+    assert len(calls) == 1
+
+
 def test_other_threads_are_left_alone(calls: list[int]) -> None:
     block, x = Block(), torch.randn(1, 3, 32)
     with replace_sdpa():
@@ -87,7 +97,7 @@ def test_other_threads_are_left_alone(calls: list[int]) -> None:
 
 def test_what_cannot_be_done_raises() -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 3, 8), torch.randn(2, 5, 8)], layout=torch.jagged)
-    with replace_sdpa(), pytest.raises(UnsupportedError, match="nested"):
+    with replace_sdpa(), pytest.raises(DTypeError, match=r"query is a nested tensor .* use varlen_attention"):
         scaled_dot_product_attention(nested, nested, nested)
     wide = torch.randn(1, 1, 2, 512)
     with replace_sdpa(), pytest.raises(ValueError, match="512"):
@@ -128,6 +138,20 @@ def test_checkpointed_model_is_routed_both_times(calls: list[int]) -> None:
     got = list(torch.autograd.grad(out.square().sum(), list(block.parameters())))
     torch.testing.assert_close(got, wanted)
     assert len(calls) == 2
+
+
+def test_checkpoints_inside_a_compiled_function() -> None:
+    """Dynamo sees the layer once, in the graph of both passes: nothing needs to be told."""
+    block, x = Block(), torch.randn(2, 7, 32)
+
+    def twice(x: Tensor) -> Tensor:
+        return checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False)
+
+    wanted = torch.autograd.grad(twice(x).square().sum(), list(block.parameters()))
+    torch._dynamo.reset()
+    with replace_sdpa():
+        out = torch.compile(twice, fullgraph=True, backend="aot_eager", dynamic=True)(x)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), list(block.parameters())), wanted)
 
 
 def test_checkpoint_that_was_not_told_is_noticed() -> None:
