@@ -250,7 +250,8 @@ class Andrea(nn.Module):
         return [PagedKVCache(*sizes, page_size=page_size, dtype=weight.dtype, device=weight.device) for _ in self.blocks]
 
     def save(self, path: Path | str) -> None:
-        """Write config and weights to a safetensors file, whole or not at all.
+        """Write config and weights to a safetensors file, whole or not at all. A model that is split over ranks is saved by all
+        of them together, and written by the first.
 
         Args:
             path: the file.

@@ -173,6 +173,11 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined]
 
 
+def gathered(t: Tensor) -> Tensor:
+    """All of a DTensor, on every rank; another tensor as it is."""
+    return t.full_tensor() if is_dtensor(t) else t  # type: ignore[attr-defined]
+
+
 def placed(t: Tensor, like: Tensor) -> Tensor:
     """t placed like another tensor: parts that all ranks have become a DTensor, a DTensor changes its placement."""
     if not is_dtensor(like):

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError
+from .parallel import gathered, is_dtensor
 
 
 def needed(module: str, feature: str) -> ModuleType:
@@ -68,15 +70,19 @@ def save_tensors(path: Path | str, tensors: Mapping[str, Tensor], notes: Mapping
 
     Args:
         path: the file; its folder is made.
-        tensors: by name, on any device.
+        tensors: by name, on any device. DTensors are gathered, for which all ranks have to call this; the first one writes.
         notes: texts beside them.
 
     Raises:
         UnsupportedError: safetensors is not installed.
     """
     safetensors = needed("safetensors.torch", "saving")
+    shared = any(is_dtensor(t) for t in tensors.values())
+    whole = {name: gathered(t.detach()).cpu().contiguous() for name, t in tensors.items()}
+    if shared and torch.distributed.get_rank() != 0:
+        return
     with replacing(path) as new:
-        safetensors.save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, new, dict(notes))
+        safetensors.save_file(whole, new, dict(notes))
 
 
 def load_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,21 @@ def written(group: Any) -> tuple[list[list[int]], list[list[int]]]:
 def test_generation_writes_the_same(ranks: Ranks) -> None:
     for ours, alone in ranks.run(written, 2):
         assert ours == alone
+
+
+def saved(group: Any, path: str) -> None:
+    """Save a split model, by all ranks."""
+    model = split(made("Andrea"), DeviceMesh.from_group(group, "cpu"), "local")
+    assert isinstance(model, Andrea)
+    model.save(path)
+
+
+def test_a_split_model_is_saved_whole(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    ranks.run(saved, 2, str(tmp_path / "model.safetensors"))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    pairs = zip(Andrea.load(tmp_path / "model.safetensors").parameters(), made("Andrea").parameters(), strict=True)
+    assert all(torch.equal(read, written) for read, written in pairs)
 
 
 def dropped(group: Any) -> list[tuple[bool, bool, Tensor]]:
