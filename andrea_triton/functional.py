@@ -308,7 +308,7 @@ _problems = Memory()
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
     """The problem of a call without further tensors, checked once for all calls with such tensors and settings."""
-    if ops.traced(q) or type(k) not in ops.PLAIN or type(v) not in ops.PLAIN:
+    if ops.traced(q) or any([type(t) not in ops.PLAIN or t.is_neg() or t._is_zerotensor() for t in (q, k, v)]):
         return make_problem(q, k, v, _spec(settings))
     try:
         sizes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout, q.device, k.device, v.device)
@@ -347,10 +347,7 @@ def _backend(name: str | None, q: Tensor) -> str:
 
 
 def _drawn(seed: int | Tensor | None, dropout_p: float, q: Tensor) -> int | Tensor | None:
-    """The seed of a call: its own, or one from torch's generator on q's device, so that checkpointing replays it. A tensor is
-    copied, for it may be advanced in place before the backward reads it."""
-    if isinstance(seed, Tensor) and dropout_p != 0.0:
-        return seed.clone()
+    """The seed of a call: its own, or one from torch's generator on q's device, so that checkpointing replays it."""
     if seed is not None or dropout_p == 0.0 or not isinstance(q, Tensor):
         return seed
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)

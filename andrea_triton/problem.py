@@ -123,7 +123,9 @@ class Problem:
 
         extras = self.extras
         keep = None if extras.keep is None else unexpanded(extras.keep)
-        extras = _with_each(extras._replace(bias=None, sinks=None, keep=keep), taken)
+        # A copy of the seed, for it may be advanced in place for the next layer before the backward reads it.
+        seed = extras.seed.clone() if isinstance(extras.seed, Tensor) else extras.seed
+        extras = _with_each(extras._replace(bias=None, sinks=None, keep=keep, seed=seed), taken)
         return replace(self, extras=extras), tuple(tensors)
 
     def filled(self, tensors: Iterable[Tensor], bias: Tensor | None, sinks: Tensor | None) -> "Problem":
