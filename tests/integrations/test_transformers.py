@@ -188,11 +188,12 @@ def test_compiled_decoder_whose_layers_do_not_say_that_they_are_causal() -> None
     assert_accurate(*logits, torch.float32, "logits")
 
 
-def test_packed_rows_by_position_ids() -> None:
-    model, ids = make("llama"), torch.randint(3, 64, (1, LENGTH))
-    positions = torch.tensor([[*range(4), *range(LENGTH - 4)]])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_rows_by_position_ids(name: str) -> None:
+    model, ids = make(name), torch.randint(3, 64, (2, LENGTH))
+    positions = torch.tensor([[*range(4), *range(LENGTH - 4)], [*range(LENGTH - 1), 0]])
     exact, eager, got = (
-        as_one(model, *kind)(ids, position_ids=positions).logits.detach()
+        as_one(model, *kind)(ids, position_ids=positions, use_cache=False).logits.detach()
         for kind in (("definition", torch.float64), ("eager",), (NAME,))
     )
     assert_accurate(got, eager, exact, torch.float32, "logits")
@@ -324,6 +325,31 @@ def test_band_is_the_mask_of_sdpa(pattern: str, before: int) -> None:
         assert type(got) is Tensor and torch.equal(got, want)
 
 
+def packing(positions: Tensor, pattern: str) -> dict[str, Any]:
+    """What transformers tells of rows packed by their positions (B, N)."""
+    sequences = masking_utils.find_packed_sequence_indices(positions)
+    inside = masking_utils.remap_positions_for_packed_sequence(PATTERNS[pattern], positions)
+    return {
+        "batch_size": positions.shape[0], "q_length": positions.shape[1], "kv_length": positions.shape[1],
+        "mask_function": masking_utils.and_masks(inside, masking_utils.packed_sequence_mask_function(sequences)),
+        "local_size": 4 if "window" in pattern else None, "allow_is_causal_skip": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["causal", "window"])
+def test_packed_rows_are_the_mask_of_sdpa(pattern: str) -> None:
+    told = packing(torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8]]), pattern)
+    mask = make_mask(**told)
+    assert isinstance(mask, BandMask) and mask.longest == 9 and mask.starts is not None
+    assert mask.starts.tolist() == [0, 5, 7, 9, 18]
+    assert torch.equal(mask.dense(), masking_utils.sdpa_mask(**told))
+    q, k, v = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
+    bias = torch.randn(1, 4, 9, 9)
+    for given in ({}, {"position_bias": bias}):
+        wanted, _ = attend(torch.nn.Identity(), q, k, v, mask.dense(), **given)
+        torch.testing.assert_close(attend(torch.nn.Identity(), q, k, v, mask, **given)[0], wanted)
+
+
 def test_band_takes_no_memory_of_the_matrix() -> None:
     length = 2**16  # written out, the mask would take 4 GiB
     told: dict[str, Any] = {"batch_size": 1, "q_length": length, "kv_length": length}
@@ -331,6 +357,8 @@ def test_band_takes_no_memory_of_the_matrix() -> None:
     mask = make_mask(**told, mask_function=PATTERNS["window"], local_size=4, attention_mask=torch.arange(length)[None] > 0)
     assert isinstance(mask, BandMask) and mask.shape == (1, 1, length, length)
     assert mask.keys is not None and mask.keys.shape == (1, length)
+    mask = make_mask(**packing(torch.arange(length)[None] % (length // 4), "window"))
+    assert isinstance(mask, BandMask) and mask.starts is not None and mask.starts.shape == (5,)
 
 
 def test_pattern_that_is_no_band_is_written_out() -> None:

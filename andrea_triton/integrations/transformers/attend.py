@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...functional import attention, varlen_attention
-from .masks import BandMask
+from .masks import BandMask, sequence_of
 from .models import NAME
 
 # What models hand down to attention and that changes nothing in it.
@@ -84,22 +84,26 @@ def attend(
     sinks = None if s_aux is None else s_aux.to(torch.promote_types(s_aux.dtype, query.dtype))
     seen = _seen(attention_mask, causal, sliding_window, query.shape[2])
     bias = seen.bias if position_bias is None else position_bias if seen.bias is None else position_bias + seen.bias
-    keep = seen.keep
+    keep, packs = seen.keep, seen.packs
     if cu_seq_lens_q is not None:
         if cu_seq_lens_k is None or max_length_q is None or max_length_k is None or query.shape[0] != 1:
             wanted = "wanted also cu_seq_lens_k, max_length_q and max_length_k, and a batch of one; or pass attention_mask"
             raise UnsupportedError("cu_seq_lens_q", NAME, wanted)
-        if keep is None and bias is None:
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            packed = varlen_attention(
-                q, k, v, cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k), causal=seen.causal, scale=scaling,
-                window=seen.window, softcap=softcap, sinks=sinks, dropout_p=dropout,
-            )  # fmt: skip
-            assert isinstance(packed, Tensor)
-            return packed[None].contiguous(), None
-        together = _documents(cu_seq_lens_q, query)[:, None] == _documents(cu_seq_lens_k, key)
+        told = _Packs(cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k))
+        packs = told if packs is None else told.cut_by(packs)
+    if packs is not None and keep is None and bias is None:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        packed = varlen_attention(
+            q, k, v, *packs, causal=seen.causal, scale=scaling, window=seen.window, softcap=softcap, sinks=sinks,
+            dropout_p=dropout,
+        )  # fmt: skip
+        assert isinstance(packed, Tensor)
+        return packed.unflatten(0, (query.shape[0], query.shape[2])).contiguous(), None
+    if packs is not None:
+        rows, columns = (sequence_of(x, y.shape[0], y.shape[2]) for x, y in ((packs.q, query), (packs.k, key)))
+        together = rows[:, None, :, None] == columns[:, None, None, :]
         _refuse_chunks(module, attention_mask, together)
-        keep = together[None, None] if keep is None else keep & together
+        keep = together if keep is None else keep & together
     out = attention(
         query, key, value, causal=seen.causal, scale=scaling, window=seen.window, q_start=seen.q_start, softcap=softcap,
         bias=bias, sinks=sinks, mask=keep, dropout_p=dropout,
@@ -125,12 +129,6 @@ def _collects_weights() -> bool:
     return collected is not None and any("attentions" in kind for kind in collected)
 
 
-def _documents(starts: Tensor, rows: Tensor) -> Tensor:
-    """The number of the sequence that each of the rows (1, H, rows, D) belongs to."""
-    places = torch.arange(rows.shape[2], device=rows.device)
-    return torch.bucketize(places, starts[1:].to(rows.device, places.dtype), right=True)
-
-
 def _refuse_chunks(module: torch.nn.Module, mask: Tensor | None, together: Tensor) -> None:
     """A mask of chunks that run on through the sequences: in each of them they would not start at its first token."""
     chunked = getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None
@@ -141,6 +139,20 @@ def _refuse_chunks(module: torch.nn.Module, mask: Tensor | None, together: Tenso
             )
 
 
+class _Packs(NamedTuple):
+    """Where packed sequences start, as `varlen_attention` takes it."""
+
+    q: Tensor
+    k: Tensor
+    longest_q: int
+    longest_k: int
+
+    def cut_by(self, other: _Packs) -> _Packs:
+        """The starts of both."""
+        q, k = (torch.cat((a.to(b), b)).unique() for a, b in ((other.q, self.q), (other.k, self.k)))
+        return _Packs(q, k, min(self.longest_q, other.longest_q), min(self.longest_k, other.longest_k))
+
+
 class _Seen(NamedTuple):
     """Who sees whom, in the words of `attention`."""
 
@@ -149,6 +161,7 @@ class _Seen(NamedTuple):
     q_start: int | None = None
     keep: Tensor | None = None
     bias: Tensor | None = None
+    packs: _Packs | None = None
 
 
 def _seen(mask: Tensor | None, causal: bool, sliding_window: int | None, queries: int) -> _Seen:
@@ -158,7 +171,8 @@ def _seen(mask: Tensor | None, causal: bool, sliding_window: int | None, queries
     if isinstance(mask, BandMask):
         keep = None if mask.keys is None else mask.keys[:, None, None, :]
         window = None if mask.left is None and mask.right in (None, 0) else (mask.left, mask.right)
-        return _Seen(causal=mask.right == 0, window=window, q_start=mask.start, keep=keep)
+        packs = None if mask.starts is None else _Packs(mask.starts, mask.starts, mask.longest, mask.longest)
+        return _Seen(causal=mask.right == 0, window=window, q_start=mask.start, keep=keep, packs=packs)
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
         return _Seen(keep=mask)
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.is_floating_point():

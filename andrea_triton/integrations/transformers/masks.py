@@ -26,6 +26,9 @@ class BandMask(Tensor):
         right: keys seen after it, None for all.
         keys: (B, N) bool, False where the key is padding; None where no key is.
         dtype: bool, True where the query sees the key; or a float one, written out 0 there and the lowest number elsewhere.
+        starts: (sequences + 1,) int32 starts of packed sequences, the rows of the batch laid end to end, each of which sees
+            itself alone; None where nothing is packed.
+        longest: rows of the longest of them.
 
     Example:
         >>> mask = BandMask((1, 1, 2, 3), torch.device("cpu"), start=1, left=None, right=0, keys=None)
@@ -37,17 +40,20 @@ class BandMask(Tensor):
     left: int | None
     right: int | None
     keys: Tensor | None
+    starts: Tensor | None
+    longest: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls, shape: tuple[int, ...], device: torch.device, start: int, left: int | None, right: int | None,
-        keys: Tensor | None, dtype: torch.dtype = torch.bool,
+        keys: Tensor | None, dtype: torch.dtype = torch.bool, starts: Tensor | None = None, longest: int = 0,
     ) -> BandMask:  # fmt: skip
         """A tensor without memory of its own."""
         mask: BandMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         mask.start, mask.left, mask.right, mask.keys = start, left, right, keys
+        mask.starts, mask.longest = starts, longest
         return mask
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -71,6 +77,9 @@ class BandMask(Tensor):
             seen = seen & (k_pos <= q_pos + self.right)
         if self.keys is not None:
             seen = seen & self.keys[:, None, None, :]
+        if self.starts is not None:
+            sequences = sequence_of(self.starts, self.shape[0], self.shape[3])
+            seen = seen & (sequences[:, None, :, None] == sequences[:, None, None, :])
         if self.dtype != torch.bool:
             seen = torch.where(seen, torch.zeros((), dtype=self.dtype, device=self.device), torch.finfo(self.dtype).min)
         return seen.expand(self.shape).clone()
@@ -95,7 +104,7 @@ def make_mask(
     """The mask of a forward pass, as transformers asks for it: in O(keys) where a band of positions and padded keys say it.
 
     Patterns that are no band, single queries, caches of a fixed size and graphs under construction get the mask that transformers
-    makes for its own "sdpa" or "eager", written out.
+    makes for its own "sdpa" or "eager", written out. Rows packed by their position_ids stay in O(N).
 
     Args:
         batch_size: B.
@@ -125,7 +134,8 @@ def make_mask(
     plain = attention_mask is None or (type(attention_mask) is Tensor and attention_mask.dim() == 2)
     growing = type(q_offset) is int and type(kv_offset) is int and q_offset - kv_offset + q_length == kv_length
     written_out = torch.compiler.is_compiling() or q_length == 1 or not plain or not growing
-    band = None if written_out else _band(mask_function, local_size)
+    pattern, sequences = (None, None) if written_out else _unpacked(mask_function)
+    band = None if pattern is None else _band(pattern, local_size)
     kind: type = type(config)
     eager = config is not None and not takes_bool_masks(kind)
     # Layers made for a prefix say that they are not causal; whether they are, the mask alone says.
@@ -141,12 +151,50 @@ def make_mask(
         )  # fmt: skip
     keys = None if attention_mask is None else _keys(attention_mask, int(kv_offset), kv_length)
     start = kv_length - q_length
-    if keys is None and band == (None, None) and allow_is_bidirectional_skip:
+    if keys is None and sequences is None and band == (None, None) and allow_is_bidirectional_skip:
         return None
-    if keys is None and band == (None, 0) and start == 0 and allow_is_causal_skip:
+    if keys is None and sequences is None and band == (None, 0) and start == 0 and allow_is_causal_skip:
         return None
     shape = (batch_size, 1, q_length, kv_length)
-    return BandMask(shape, torch.device(device), start, *band, keys, dtype if eager else torch.bool)
+    starts, longest = (None, 0) if sequences is None else _starts(sequences.expand(batch_size, -1))
+    return BandMask(shape, torch.device(device), start, *band, keys, dtype if eager else torch.bool, starts, longest)
+
+
+def sequence_of(starts: Tensor, batch: int, rows: int) -> Tensor:
+    """(B, rows) numbers of the sequences that the rows belong to, the batch laid end to end."""
+    places = torch.arange(batch * rows, device=starts.device)
+    return torch.bucketize(places, starts[1:].to(places.dtype), right=True).view(batch, rows)
+
+
+def _starts(sequences: Tensor) -> tuple[Tensor, int]:
+    """The starts of the sequences (B, N) numbers, the batch laid end to end, and the rows of the longest."""
+    first = torch.ones_like(sequences, dtype=torch.bool)
+    first[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    starts = torch.nn.functional.pad(first.flatten().nonzero().flatten(), (0, 1), value=sequences.numel())
+    return starts.to(torch.int32), int(starts.diff().max())
+
+
+def _unpacked(mask_function: Any) -> tuple[Any, Tensor | None]:
+    """What a pattern lets be seen inside each packed sequence, and the (B, N) numbers of the sequences; None if not packed.
+
+    The positions of a sequence follow one another, so a band by its positions is a band by its places.
+    """
+    from transformers import masking_utils
+
+    none = torch.empty(0)
+    inside = masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, none)
+    apart = masking_utils.packed_sequence_mask_function(none)
+    if getattr(mask_function, "__code__", None) is masking_utils.and_masks(inside, apart).__code__:
+        (parts,) = _closed_over(mask_function)
+        if [getattr(part, "__code__", None) for part in parts] == [inside.__code__, apart.__code__]:
+            (pattern,) = [x for x in _closed_over(parts[0]) if isinstance(x, FunctionType)]
+            return pattern, _closed_over(parts[1])[0]
+    return mask_function, None
+
+
+def _closed_over(function: Any) -> list[Any]:
+    """What a function has closed over."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def _keys(padding: Tensor, first: int, keys: int) -> Tensor | None:
@@ -173,8 +221,7 @@ def _band(mask_function: Any, width: int | None) -> tuple[int | None, int | None
 def _same(a: Any, b: Any) -> bool:
     """Whether two functions have one code and closed over the same functions and numbers."""
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
-        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
-        return a.__code__ is b.__code__ and _same(tuple(cells[0]), tuple(cells[1]))
+        return a.__code__ is b.__code__ and _same(tuple(_closed_over(a)), tuple(_closed_over(b)))
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
