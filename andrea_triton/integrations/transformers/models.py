@@ -38,7 +38,7 @@ def refuse_unfit_models(base: Any) -> None:
 
 
 def require_fit(model: type, config: Any) -> None:
-    """Refuse a model whose attention would not come here.
+    """Refuse a model whose attention would not come here. A part of a larger model (its audio tower, say) keeps what it makes.
 
     Args:
         model: its class.
@@ -54,9 +54,10 @@ def require_fit(model: type, config: Any) -> None:
     tables = [read.tables for read in map(_read, _parts(model)) if read.tables]
     own = [part.__name__ for part in parts if not _read(part).interface]
     vouched = _supports_any(model) or getattr(model, "_supports_attention_backend", False)
+    inner = bool(getattr(config, "base_config_key", ""))  # one part of a larger model: as it makes its own, with eager's masks
     if tables:
         what, other = "it picks its attention by name from a table of its own", _first_of(model, tables[0])
-    elif own and not vouched and not any(_read(part).interface for part in _parts(model)):
+    elif own and not vouched and not inner and not any(_read(part).interface for part in _parts(model)):
         what, other = f"its {own[0]} makes the attention by itself and never calls a registered one", "eager"
     else:
         return
