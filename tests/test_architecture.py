@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "check": f"{HOST} functional testing",
     "doctor": f"{HOST} functional",
     "cache": "errors torch",
-    "decode": f"{HOST} functional backends cache",
+    "decode": f"{HOST} checks cpu ops functional backends cache",
     "nn": f"{PURE} torch functional cache decode nn",
     "distributed": f"{HOST} functional backends ops distributed",
     "integrations": f"{PURE} torch functional sdpa cache decode integrations",

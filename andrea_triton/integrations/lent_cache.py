@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, PagedKVCache
-from ..decode import LARGEST_TILE, decode_attention
+from ..decode import decode_attention
 from ..errors import UnsupportedError
 from ..functional import varlen_attention
 
@@ -74,12 +74,11 @@ def attend(
     Returns:
         out (B, HQ, M, DV) and lse (B, HQ, M).
     """
-    tile = q.shape[1] * q.shape[2] // max(k.shape[2], 1)
-    if left_pad is None and (pages is not None or tile <= LARGEST_TILE):
+    if left_pad is None:
         cache = LentCache(k, v, lengths) if pages is None else LentPages(k, v, lengths, pages)
         out, lse = decode_attention(q.transpose(1, 2), cache, **settings._asdict(), return_lse=True)
         return out, lse
-    return _attend_packed(q, k, v, torch.zeros_like(lengths) if left_pad is None else left_pad, lengths, settings)
+    return _attend_packed(q, k, v, left_pad, lengths, settings)
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, ends: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ SOURCE: dict[str, Planted] = {
     "one round fewer of the generator": Planted(dropout.philox, "static_range(10)", "static_range(9)", TERMS),
     "a part of the keys left out": Planted(decode.key_range, "(split + 1) * part", "split * part + part // 2", DECODE),
     "start of a window forgotten": Planted(decode.key_range, "band.left, 0)", "band.left + BLOCK_N, 0)", DECODE),
-    "another query's head": Planted(decode.decode, "r // seq.M", "r % seq.M", DECODE),
+    "another query's head": Planted(decode.decode, "+ r % sizes.group", "+ r // seq.M", DECODE),
     "parts not weighed": Planted(decode.combine, "acc += weight[:, None] * ", "acc += ", DECODE),
     "sink of the parts forgotten": Planted(decode.combine, "total += tl.exp2", "total += 0 * tl.exp2", DECODE),
     "page of another row": Planted(views.tile_pointers, "row // x.page_size", "row // x.page_size * 0", DECODE),
