@@ -5,8 +5,8 @@ sequence b sits at position lengths[b] - M + i, and so does the query made from 
 grow by different amounts, the shorter ones bring padding in front: `rows` says how many of the last rows are real.
 
 Device work has static shapes and waits for nothing, so that it can be captured in a graph. A replayed graph moves the lengths on
-the device only: `reserve` before it what it will fill, and `recount` after it. A call under torch.compile moves them there too, one
-compile for all lengths; it gives no pages, so `reserve` them before it; `counts` reads the device anew when it is next asked.
+the device only: `reserve` before it what it will fill, and `recount` after it. A call under torch.compile moves them there too,
+one compile for all lengths; it gives no pages, so `reserve` them before it; `counts` reads the device when it is next asked.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class LentCache(Cache):
         self.batch, self.kv_heads, self.capacity, self.head_dim = self.k.shape
 
     @property
-    def counts(self) -> list[int]:  # type: ignore[override]
+    def counts(self) -> list[int]:
         """The lengths on the host: only backends without kernels ask."""
         return self.lengths.tolist()
 
@@ -52,7 +52,7 @@ class LentPages(PagedKVCache):
         self.batch, self.capacity = table.shape[0], table.shape[1] * k.shape[1]
 
     @property
-    def counts(self) -> list[int]:  # type: ignore[override]
+    def counts(self) -> list[int]:
         """The lengths on the host: only backends without kernels ask."""
         return self.lengths.tolist()
 

@@ -32,9 +32,9 @@ class Matrix(NamedTuple):
 
 class Head(NamedTuple):
     """Rows `first`, `first` + 1 ... of one (batch, head) of a View; or, with `pages`, rows that lie in pages: row r in row
-    r % page_size of batch entry pages[r // page_size] of the View. A tile lies in one page, or, with `last`, each of its rows looks
-    up its own, those behind row `last` that of row `last`. Construct it in place: Triton 3.6 cannot return a tuple that holds
-    None."""
+    r % page_size of batch entry pages[r // page_size] of the View. A tile lies in one page, or, with `last`, each of its rows
+    looks up its own, those behind row `last` that of row `last`. Construct it in place: Triton 3.6 cannot return a tuple that
+    holds None."""
 
     view: Any
     batch: Any
