@@ -11,6 +11,7 @@ one compile for all lengths; it gives no pages, so `reserve` them before it; `co
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -46,6 +47,14 @@ class Cache(ABC):
             self._slots = torch.arange(capacity, device=device)
             self._sequences = torch.arange(batch, device=device)[:, None]
         self._counts: list[int] | None = [0] * batch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        """A cache of its own memory, whichever mode it is copied under."""
+        other = memo[id(self)] = object.__new__(type(self))
+        with torch.inference_mode(False):
+            for name, value in vars(self).items():
+                setattr(other, name, copy.deepcopy(value, memo))
+        return other
 
     @property
     def counts(self) -> list[int]:

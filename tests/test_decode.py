@@ -197,7 +197,7 @@ def test_generation_by_a_compiled_model() -> None:
 def test_inference_mode_on_either_side(page: int | None) -> None:
     rows, q = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 1, 8)
     with torch.inference_mode():
-        inside = filled([4], 1, page)
+        inside = copy.deepcopy(filled([4], 1, page))
     inside.append(rows[:, :, :1], rows[:, :, :1])
     outside = filled([4], 1, page)
     with torch.inference_mode():
