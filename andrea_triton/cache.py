@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .errors import DTypeError, ShapeError
+from .growth import check_room, end_op
 
 Rows = Sequence[int] | Tensor
 Device = torch.device | str
@@ -103,7 +104,7 @@ class Cache(ABC):
         Raises:
             ShapeError: the cache is too small.
         """
-        _check_room(lengths, self.capacity)
+        check_room(lengths, self.capacity)
 
     def reset(self, sequence: int | None = None) -> None:
         """Forget the rows of one sequence, or of all.
@@ -364,54 +365,9 @@ class PagedKVCache(Cache):
         return self.page_table, self.page_size, self.pages
 
 
-@torch.library.custom_op("andrea_triton::cache_end", mutates_args=())
-def end_op(
-    lengths: Tensor, rows: Tensor | None, table: Tensor | None, page_size: int, none: int, M: int, capacity: int
-) -> Tensor:
-    """The lengths after an append, in a graph. Where reading them is free, that is on a CPU, what does not fit is refused.
-
-    Args:
-        lengths: (batch,) int32.
-        rows: (batch,) int32 rows that are real, None for M.
-        table: (batch, pages of a sequence), or None.
-        page_size: rows of a page.
-        none: what stands in the table in the place of a page.
-        M: rows that are appended.
-        capacity: most rows of a sequence.
-
-    Raises:
-        ShapeError: a number of rows is wrong, or the cache is too small.
-    """
-    end = lengths + (M if rows is None else rows)
-    if lengths.is_cpu:
-        if rows is not None and bool(((rows < 0) | (rows > M)).any()):
-            raise ShapeError(f"rows is {rows.tolist()}; wanted numbers from 0 to {M}; None means all {M}")
-        _check_room(end.tolist(), capacity)
-        if table is not None:
-            held = (table != none).sum(1) * page_size
-            if bool((end > held).any()):
-                way_out = "call cache.reserve(lengths) before a compiled call: pages are given on the host"
-                raise ShapeError(f"sequences would have {end.tolist()} rows; their pages hold {held.tolist()}; {way_out}")
-    return end
-
-
-@end_op.register_fake
-def _(lengths: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(lengths)
-
-
 def rows_tensor(rows: Rows, device: torch.device) -> Tensor:
     """Rows of each sequence as (batch,) int32 on a device."""
     return (rows if isinstance(rows, Tensor) else torch.tensor(rows)).to(device, torch.int32)
-
-
-def _check_room(lengths: Sequence[int], capacity: int) -> None:
-    for sequence, length in enumerate(lengths):
-        if length > capacity:
-            raise ShapeError(
-                f"sequence {sequence} would have {length} rows; the cache holds {capacity} per sequence; "
-                f"make it with capacity={length} or more, or reset it"
-            )
 
 
 def _pages_for(rows: int, page_size: int) -> int:
