@@ -75,7 +75,7 @@ SOURCE: dict[str, Planted] = {
     "start of a window forgotten": Planted(decode.key_range, "band.left, 0)", "band.left + BLOCK_N, 0)", DECODE),
     "another query's head": Planted(decode.decode, "+ r % sizes.group", "+ r // seq.M", DECODE),
     "parts not weighed": Planted(decode.combine, "acc += weight[:, None] * ", "acc += ", DECODE),
-    "sink of the parts forgotten": Planted(decode.combine, "total += tl.exp2", "total += 0 * tl.exp2", DECODE),
+    "sink of the parts forgotten": Planted(decode.combine, "total += sink_weight", "total += 0 * sink_weight", DECODE),
     "page of another row": Planted(views.tile_pointers, "row // x.page_size", "row // x.page_size * 0", DECODE),
     "row within a page": Planted(views.tile_pointers, "row % x.page_size", "row % x.page_size * 0", DECODE),
     "table of another sequence": Planted(decode.decode, "pages + b * ", "pages + 0 * b * ", DECODE),
