@@ -5,19 +5,24 @@ sequence b sits at position lengths[b] - M + i, and so does the query made from 
 grow by different amounts, the shorter ones bring padding in front: `rows` says how many of the last rows are real.
 
 Device work has static shapes and waits for nothing, so that it can be captured in a graph. A replayed graph moves the lengths on
-the device only: `reserve` before it what it will fill, and `recount` after it.
+the device only: `reserve` before it what it will fill, and `recount` after it. A call under torch.compile moves them there too,
+one compile for all lengths; it gives no pages, so `reserve` them before it; `counts` reads the device when it is next asked.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import DTypeError, ShapeError
+from .growth import check_room, end_op
 
+Rows = Sequence[int] | Tensor
 Device = torch.device | str
 
 
@@ -26,7 +31,6 @@ class Cache(ABC):
 
     Attributes:
         lengths: (batch,) int32 on the device, rows that each sequence holds.
-        counts: the same numbers on the host.
         batch, kv_heads, capacity, head_dim, v_head_dim: sizes; capacity is the most rows of a sequence.
         dtype: of keys and values.
     """
@@ -39,37 +43,57 @@ class Cache(ABC):
         self.dtype = dtype
         for name in ("batch", "kv_heads", "capacity", "head_dim", "v_head_dim"):
             _check_size(name, getattr(self, name))
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.counts = [0] * batch
-        self._slots = torch.arange(capacity, device=device)
-        self._sequences = torch.arange(batch, device=device)[:, None]
+        with torch.inference_mode(False):  # what is made under it could not be written to outside
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            self._slots = torch.arange(capacity, device=device)
+            self._sequences = torch.arange(batch, device=device)[:, None]
+        self._counts: list[int] | None = [0] * batch
 
-    def append(self, k: Tensor, v: Tensor, rows: Sequence[int] | None = None) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        """A cache of its own memory, whichever mode it is copied under."""
+        other = memo[id(self)] = object.__new__(type(self))
+        with torch.inference_mode(False):
+            for name, value in vars(self).items():
+                setattr(other, name, copy.deepcopy(value, memo))
+        return other
+
+    @property
+    def counts(self) -> list[int]:
+        """The lengths on the host. After a compiled call it reads them from the device, which waits for it."""
+        if self._counts is None:
+            self.recount()
+        assert self._counts is not None
+        return self._counts
+
+    def append(self, k: Tensor, v: Tensor, rows: Rows | None = None) -> None:
         """Put rows behind those that each sequence holds; nothing is written when a check fails.
 
         Args:
             k: keys (batch, kv_heads, M, head_dim), dtype and device of the cache; kept without gradient.
             v: values (batch, kv_heads, M, v_head_dim).
-            rows: for each sequence, how many of its last rows are real, 0 to M; None means all M.
+            rows: for each sequence, how many of its last rows are real, 0 to M; None means all M. As a tensor (batch,) of
+                integers it is read, which waits for a GPU, but not under torch.compile.
 
         Raises:
-            ShapeError: a shape does not fit, or the cache is too small.
+            ShapeError: a shape does not fit, or the cache is too small; in a compiled call, where the lengths lie on a CPU.
             DTypeError: another dtype or device.
         """
         self._check_tensors(k, v)
         M = k.shape[2]
-        grown = [count + new for count, new in zip(self.counts, self._checked_rows(rows, M), strict=True)]
-        self.reserve(grown)
         k, v = k.detach().transpose(1, 2), v.detach().transpose(1, 2)
-        if rows is None:
-            self._write(k, v, self.lengths[:, None] + self._slots[:M], None)
-            self.lengths.add_(M)
+        if torch.compiler.is_compiling():
+            new = None if rows is None else rows_tensor(rows, self.lengths.device)
+            end = end_op(self.lengths, new, *self._pages(), M, self.capacity)
+            grown = None  # unknown to the host, which a graph must not ask
         else:
-            end = self.lengths + torch.tensor(rows, dtype=torch.int32).to(self.lengths.device)
-            slots = end[:, None] - M + self._slots[:M]
-            self._write(k, v, slots, slots >= self.lengths[:, None])
-            self.lengths.copy_(end)
-        self.counts = grown
+            counts = self._checked_rows(rows, M)
+            grown = [count + more for count, more in zip(self.counts, counts, strict=True)]
+            self.reserve(grown)
+            end = self.lengths + (M if rows is None else rows_tensor(counts, self.lengths.device))
+        slots = end[:, None] - M + self._slots[:M]
+        self._write(k, v, slots, None if rows is None else slots >= self.lengths[:, None])
+        self.lengths.copy_(end)
+        self._counts = grown
 
     def reserve(self, lengths: Sequence[int]) -> None:
         """Make sure that each sequence has memory for this many rows in all.
@@ -80,12 +104,7 @@ class Cache(ABC):
         Raises:
             ShapeError: the cache is too small.
         """
-        for sequence, length in enumerate(lengths):
-            if length > self.capacity:
-                raise ShapeError(
-                    f"sequence {sequence} would have {length} rows; the cache holds {self.capacity} per sequence; "
-                    f"make it with capacity={length} or more, or reset it"
-                )
+        check_room(lengths, self.capacity)
 
     def reset(self, sequence: int | None = None) -> None:
         """Forget the rows of one sequence, or of all.
@@ -97,12 +116,13 @@ class Cache(ABC):
             ShapeError: there is no such sequence.
         """
         for index in range(self.batch) if sequence is None else [self._checked_sequence(sequence)]:
-            self.counts[index] = 0
             self.lengths[index] = 0
+            if self._counts is not None:
+                self._counts[index] = 0
 
     def recount(self) -> None:
         """Read the lengths back from the device, which waits for it. Needed only where a graph replayed appends."""
-        self.counts = self.lengths.tolist()
+        self._counts = self.lengths.tolist()
 
     @abstractmethod
     def keys_values(self, longest: int) -> tuple[Tensor, Tensor]:
@@ -119,6 +139,10 @@ class Cache(ABC):
     def _write(self, k: Tensor, v: Tensor, slots: Tensor, real: Tensor | None) -> None:
         """Store k, v (batch, M, kv_heads, D) at slots (batch, M), where real or everywhere."""
 
+    def _pages(self) -> tuple[Tensor | None, int, int]:
+        """The page table, rows of a page, and what stands in the table in the place of a page."""
+        return None, 1, 0
+
     def _check_tensors(self, k: Tensor, v: Tensor) -> None:
         for name, tensor, features in (("k", k, self.head_dim), ("v", v, self.v_head_dim)):
             if tensor.dtype != self.dtype or tensor.device != self.lengths.device:
@@ -133,9 +157,14 @@ class Cache(ABC):
                     f"make the cache with these sizes"
                 )
 
-    def _checked_rows(self, rows: Sequence[int] | None, M: int) -> Sequence[int]:
+    def _checked_rows(self, rows: Rows | None, M: int) -> Sequence[int]:
         if rows is None:
             return [M] * self.batch
+        if isinstance(rows, Tensor):
+            if rows.is_floating_point() or rows.dtype == torch.bool or rows.dim() != 1:
+                got = f"rows is a tensor {tuple(rows.shape)} of {rows.dtype}"
+                raise DTypeError(f"{got}; wanted ({self.batch},) of int32 or int64; pass rows.long()")
+            rows = rows.tolist()
         if len(rows) != self.batch or not all(0 <= row <= M for row in rows):
             raise ShapeError(f"rows is {list(rows)}; wanted {self.batch} numbers from 0 to {M}; None means all {M}")
         return rows
@@ -181,8 +210,9 @@ class KVCache(Cache):
     ) -> None:
         super().__init__(batch, kv_heads, capacity, head_dim, v_head_dim, dtype, device)
         # The row behind the last takes the padding.
-        self._k = torch.zeros(batch, kv_heads, capacity + 1, head_dim, dtype=dtype, device=device)
-        self._v = torch.zeros(batch, kv_heads, capacity + 1, self.v_head_dim, dtype=dtype, device=device)
+        with torch.inference_mode(False):
+            self._k = torch.zeros(batch, kv_heads, capacity + 1, head_dim, dtype=dtype, device=device)
+            self._v = torch.zeros(batch, kv_heads, capacity + 1, self.v_head_dim, dtype=dtype, device=device)
 
     @property
     def k(self) -> Tensor:
@@ -258,9 +288,10 @@ class PagedKVCache(Cache):
         _check_size("pages", self.pages)
         # The page behind the last takes the padding, and stands in the table where a sequence has no page yet.
         shape = (self.pages + 1, kv_heads, page_size)
-        self.k_pages = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-        self.v_pages = torch.zeros(*shape, self.v_head_dim, dtype=dtype, device=device)
-        self.page_table = torch.full((batch, per_sequence), self.pages, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):
+            self.k_pages = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+            self.v_pages = torch.zeros(*shape, self.v_head_dim, dtype=dtype, device=device)
+            self.page_table = torch.full((batch, per_sequence), self.pages, dtype=torch.int32, device=device)
         self._owned: list[list[int]] = [[] for _ in range(batch)]
         self._free = list(reversed(range(self.pages)))
 
@@ -329,6 +360,14 @@ class PagedKVCache(Cache):
             page = torch.where(real, page, self.pages)
         self.k_pages[page, :, slots % self.page_size] = k
         self.v_pages[page, :, slots % self.page_size] = v
+
+    def _pages(self) -> tuple[Tensor | None, int, int]:
+        return self.page_table, self.page_size, self.pages
+
+
+def rows_tensor(rows: Rows, device: torch.device) -> Tensor:
+    """Rows of each sequence as (batch,) int32 on a device."""
+    return (rows if isinstance(rows, Tensor) else torch.tensor(rows)).to(device, torch.int32)
 
 
 def _pages_for(rows: int, page_size: int) -> int:

@@ -1,19 +1,23 @@
-"""One token at a time: attention of the newest tokens to all that a KV cache holds."""
+"""One token at a time, or some: attention of the newest tokens to all that a KV cache holds."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import backends, target
+from . import backends, cpu, target
 from .cache import Cache, PagedKVCache
+from .checks import may_read
 from .errors import ShapeError, UnsupportedError
 from .functional import attention
-from .problem import make_problem
-from .spec import Window, make_spec
+from .ops import each_entry, traced
+from .problem import Problem, accumulator, make_problem
+from .spec import AttentionSpec, Window, make_spec
 
-LARGEST_TILE = 128  # rows of query heads and queries that share a key head
 KEYS_OF_A_PART = 256  # fewer are not worth a program
+ROWS_OF_A_PROGRAM = 128  # of query heads and queries that share a key head
 PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 
 
@@ -21,13 +25,13 @@ def decode_attention(
     q: Tensor, cache: Cache, *, causal: bool = True, scale: float | None = None, window: Window = None, softcap: float | None
         = None,
     alibi: Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False, splits: int | None = None,
-    backend: str | None = None,
+    validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of few queries to a cache that already holds their keys, each sequence at its own length. Inference only.
+    """Attention of the newest queries to a cache that already holds their keys, each sequence at its own length. Inference only.
 
-    The keys are split over programs, and the parts combined by their log-sum-exp; the query heads of a key head share a
-    tile. Work grows with the lengths, not with the capacity, and shapes are static: nothing waits for the device, so that a
-    graph can capture it.
+    The keys are split over programs, and the parts combined by their log-sum-exp; the query heads of a key head share
+    tiles. Work grows with the lengths, not with the capacity, and shapes are static: on a GPU the kernels wait for nothing, so
+    that a graph can capture them. Under torch.compile nothing depends on the lengths that the host knows: one compile serves all.
 
     Args:
         q: queries (batch, HQ, M, D), dtype and device of the cache; row i of sequence b sits at position lengths[b] - M +
@@ -37,14 +41,15 @@ def decode_attention(
         scale, window, softcap, alibi, sinks: as in `attention`; windows count from each query's position.
         return_lse: return (out, lse).
         splits: parts that the keys are split into; None chooses by batch, heads and capacity.
+        validate: read lengths and page table, and refuse what lies outside of the cache, even where that waits for the device.
+            On a CPU they are always read.
         backend: as in `attention`.
 
     Returns:
         out (batch, HQ, M, DV), or (out, lse) with lse (batch, HQ, M) in fp32 (fp64 for fp64).
 
     Raises:
-        ShapeError, DTypeError, UnsupportedError: as `attention`; also where a gradient is asked for, and for the kernels where
-            group·M is over 128 or a page has not a multiple of 16 rows.
+        ShapeError, DTypeError, UnsupportedError: as `attention`; also where a gradient is asked for.
 
     Source:
         FlashDecoding's split of keys; arXiv 2309.06180 (paged caches).
@@ -57,31 +62,99 @@ def decode_attention(
         >>> torch.allclose(decode_attention(q, cache), attention(q, k, k, causal=True), atol=1e-6)
         True
     """
-    if torch.is_grad_enabled() and isinstance(q, Tensor) and q.requires_grad:
-        raise UnsupportedError(
-            "a gradient", "decode_attention", "a cache holds no graph; call it under torch.no_grad(), or attention()"
-        )
+    for name, tensor in (("q", q), ("sinks", sinks)):
+        if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
+            way_out = "a cache holds no graph; call it under torch.no_grad(), or attention()"
+            raise UnsupportedError(f"a gradient of {name}", "decode_attention", way_out)
     chosen = target.default_backend(q.device) if backend is None else backend
     target.check_backend(chosen, q.device)
-    if chosen in ("torch", "reference"):
-        return _each_length(q, cache, causal, scale, window, softcap, alibi, sinks, return_lse, chosen)
-    k, v, pages = _memory(cache)
-    k_shown, v_shown = (k, v) if pages is None else (_stand_in(k, cache, pages), _stand_in(v, cache, pages))
-    spec = make_spec(causal=causal, scale=scale, window=window, softcap=softcap)
-    problem = make_problem(q, k_shown, v_shown, spec, alibi=alibi, sinks=sinks, key_lengths=cache.lengths)
-    if problem.group * problem.M > LARGEST_TILE:
-        got = f"{problem.group} query heads to a key head x {problem.M} queries"
-        raise UnsupportedError(
-            got, "decode_attention", f"they share a tile of {LARGEST_TILE} rows; append and decode fewer at a time"
-        )
-    parts = _splits(problem.B * problem.HKV, problem.N) if splits is None else splits
-    if parts < 1:
+    if splits is not None and splits < 1:
         raise ShapeError(f"splits is {splits}; wanted at least 1; pass None to let the library choose")
-    if 0 in q.shape:
-        empty = q.new_empty(*q.shape[:3], problem.DV)
-        return (empty, empty.new_empty(q.shape[:3], dtype=torch.float32)) if return_lse else empty
-    out, lse = backends.run_decode(problem, q, k, v, pages, parts, chosen)
+    memory = _memory(cache)
+    spec = make_spec(causal=causal, scale=scale, window=window, softcap=softcap)
+    problem = _problem(q, memory, spec, alibi, sinks, validate)
+    blocks = -(-problem.group * problem.M // ROWS_OF_A_PROGRAM)
+    parts = _splits(problem.B * problem.HKV * blocks, problem.N) if splits is None else splits
+    if traced(q):
+        slopes, sinks = (None if x is None else x.detach() for x in (problem.extras.slopes, problem.extras.sinks))
+        numbers = (spec.left, spec.right, spec.scale, spec.softcap, parts, chosen)
+        out, lse = decode_op(q.detach(), *memory, slopes, sinks, *numbers)
+    else:
+        out, lse = _decode(problem, q, memory, parts, chosen)
     return (out, lse) if return_lse else out
+
+
+class Memory(NamedTuple):
+    """What a cache is to the backends: k and v (B, HKV, capacity, features), or, with a table (B, pages of a sequence) int32,
+    pages (pages, HKV, page_size, features); and the lengths (B,)."""
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    table: Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """Most rows of a sequence."""
+        rows = self.k.shape[2]
+        return rows if self.table is None else self.table.shape[1] * rows
+
+
+def _memory(cache: Cache) -> Memory:
+    if isinstance(cache, PagedKVCache):
+        return Memory(cache.k_pages, cache.v_pages, cache.lengths, cache.page_table.to(torch.int32).contiguous())
+    return Memory(*cache.keys_values(cache.capacity), cache.lengths, None)
+
+
+def _problem(
+    q: Tensor, memory: Memory, spec: AttentionSpec, alibi: Tensor | None, sinks: Tensor | None, validate: bool
+) -> Problem:
+    """The call, checked: as attention over contiguous keys, in the place of pages too."""
+    k, v, lengths, table = memory
+    if table is not None:  # views of the right shape and dtype, whose rows are all the same
+        k, v = (x.new_empty(()).expand(table.shape[0], x.shape[1], memory.capacity, x.shape[3]) for x in (k, v))
+    problem = make_problem(q, k, v, spec, alibi=alibi, sinks=sinks, key_lengths=lengths, validate=validate)
+    if table is not None and table.numel() and may_read(table, validate):
+        size, pages = memory.k.shape[2], memory.k.shape[0]
+        used = torch.arange(table.shape[1], device=table.device) * size < lengths[:, None]
+        wrong = used & ((table < 0) | (table >= pages))
+        if wrong.any():
+            b, at = wrong.nonzero()[0].tolist()
+            got = f"the page table says page {int(table[b, at])} for rows {at * size} .. of sequence {b}"
+            raise ShapeError(f"{got}; wanted 0 to {pages - 1}, the pages that there are; give the sequence its pages first")
+    return problem
+
+
+def _decode(problem: Problem, q: Tensor, memory: Memory, splits: int, backend: str) -> tuple[Tensor, Tensor]:
+    """out, lse by a backend, with nothing of autograd."""
+    if 0 in q.shape[:3]:
+        return cpu.room_like(q, problem.DV, False), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+    if backend in ("torch", "reference"):
+        with torch.no_grad(), backends.outside_autocast(q.device.type):
+            out, lse = _each_length(problem, q, memory, backend)
+        return cpu.laid_out(out, q, problem.DV, False), lse
+    pages = None if memory.table is None else (memory.table, memory.k.shape[2])
+    return backends.run_decode(problem, q, memory.k, memory.v, pages, splits, backend)
+
+
+@torch.library.custom_op("andrea_triton::decode", mutates_args=())
+def decode_op(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
+    left: int | None, right: int | None, scale: float | None, softcap: float | None, splits: int, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out, lse over a cache's memory: decode_attention for graphs."""
+    memory, spec = Memory(k, v, lengths, table), AttentionSpec(left, right, None, scale, softcap)
+    return _decode(_problem(q, memory, spec, slopes, sinks, False), q, memory, splits, backend)
+
+
+@decode_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return cpu.room_like(q, v.shape[3], False), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+
+
+@decode_op.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    return each_entry(decode_op, info.batch_size, in_dims, args)
 
 
 def _splits(programs: int, capacity: int) -> int:
@@ -89,41 +162,21 @@ def _splits(programs: int, capacity: int) -> int:
     return max(1, min(-(-PROGRAMS // max(programs, 1)), -(-capacity // KEYS_OF_A_PART)))
 
 
-def _memory(cache: Cache) -> tuple[Tensor, Tensor, tuple[Tensor, int] | None]:
-    """(k, v, pages) as the kernels read them."""
-    if not isinstance(cache, PagedKVCache):
-        return *cache.keys_values(cache.capacity), None
-    if cache.page_size % 16 != 0:
-        raise UnsupportedError(
-            f"pages of {cache.page_size} rows", "the kernels", "make the cache with page_size a multiple of 16"
-        )
-    return cache.k_pages, cache.v_pages, (cache.page_table, cache.page_size)
-
-
-def _stand_in(memory: Tensor, cache: Cache, pages: tuple[Tensor, int]) -> Tensor:
-    """A view over paged memory with the shape of the contiguous tensor, for checks of shape and dtype; its rows are all the
-    same."""
-    table, size = pages
-    return memory[:1, :, :1].expand(cache.batch, -1, table.shape[1] * size, -1)
-
-
-def _each_length(
-    q: Tensor, cache: Cache, causal: bool, scale: float | None, window: Window, softcap: float | None, alibi: Tensor | None,
-    sinks: Tensor | None, return_lse: bool, backend: str,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """decode_attention by the backends without kernels: sequences of one length together, else one by one."""
-    counts = cache.counts
-    k, v = cache.keys_values(max(counts, default=0))
-    groups = [slice(None)] if len(set(counts)) <= 1 else [slice(b, b + 1) for b in range(len(counts))]
+def _each_length(problem: Problem, q: Tensor, memory: Memory, backend: str) -> tuple[Tensor, Tensor]:
+    """By the backends without kernels: sequences of one length together, else one by one."""
+    lengths, spec, x = memory.lengths.tolist(), problem.spec, problem.extras
+    k, v, longest = memory.k, memory.v, max(lengths)
+    if memory.table is not None:
+        table = memory.table[:, : -(-longest // max(k.shape[2], 1))].clamp(0, max(k.shape[0] - 1, 0))
+        k, v = (pages[table].transpose(1, 2).flatten(2, 3) for pages in (k, v))
+    groups = [slice(None)] if len(set(lengths)) == 1 else [slice(b, b + 1) for b in range(len(lengths))]
     outs, lses = [], []
     for rows in groups:
-        n = counts[rows][0] if counts else 0
-        slopes = alibi[rows] if alibi is not None and alibi.dim() == 2 else alibi
-        result = attention(
-            q[rows], k[rows, :, :n], v[rows, :, :n], causal=causal, scale=scale, window=window, softcap=softcap, alibi=slopes,
-            sinks=sinks, return_lse=True, backend=backend,
+        n = lengths[rows][0]
+        out, lse = attention(
+            q[rows], k[rows, :, :n], v[rows, :, :n], window=(spec.left, spec.right), scale=spec.scale, softcap=spec.softcap,
+            alibi=None if x.slopes is None else x.slopes[rows], sinks=x.sinks, return_lse=True, backend=backend,
         )  # fmt: skip
-        outs.append(result[0])
-        lses.append(result[1])
-    out, lse = (torch.cat(outs), torch.cat(lses)) if len(groups) > 1 else (outs[0], lses[0])
-    return (out, lse) if return_lse else out
+        outs.append(out)
+        lses.append(lse)
+    return (torch.cat(outs), torch.cat(lses)) if len(groups) > 1 else (outs[0], lses[0])

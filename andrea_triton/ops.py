@@ -194,7 +194,7 @@ class TracedBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         """One call per batch entry."""
-        return _each(TracedBackward.apply, info.batch_size, in_dims, args)
+        return each_entry(TracedBackward.apply, info.batch_size, in_dims, args)
 
 
 class Traced(torch.autograd.Function):
@@ -229,10 +229,10 @@ class Traced(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         """One call per batch entry."""
-        return _each(Traced.apply, info.batch_size, in_dims, args)
+        return each_entry(Traced.apply, info.batch_size, in_dims, args)
 
 
-def _each(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+def each_entry(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """vmap by a loop: the results of every batch entry, stacked."""
     entries = ([x if d is None or isinstance(d, list) else x.select(d, i) for x, d in zip(args, in_dims, strict=True)]
                for i in range(size))  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, PagedKVCache
-from ..decode import LARGEST_TILE, decode_attention
+from ..decode import decode_attention
 from ..errors import UnsupportedError
 from ..functional import varlen_attention
 
@@ -31,7 +31,7 @@ class LentCache(Cache):
         self.batch, self.kv_heads, self.capacity, self.head_dim = self.k.shape
 
     @property
-    def counts(self) -> list[int]:  # type: ignore[override]
+    def counts(self) -> list[int]:
         """The lengths on the host: only backends without kernels ask."""
         return self.lengths.tolist()
 
@@ -52,7 +52,7 @@ class LentPages(PagedKVCache):
         self.batch, self.capacity = table.shape[0], table.shape[1] * k.shape[1]
 
     @property
-    def counts(self) -> list[int]:  # type: ignore[override]
+    def counts(self) -> list[int]:
         """The lengths on the host: only backends without kernels ask."""
         return self.lengths.tolist()
 
@@ -74,12 +74,11 @@ def attend(
     Returns:
         out (B, HQ, M, DV) and lse (B, HQ, M).
     """
-    tile = q.shape[1] * q.shape[2] // max(k.shape[2], 1)
-    if left_pad is None and (pages is not None or tile <= LARGEST_TILE):
+    if left_pad is None:
         cache = LentCache(k, v, lengths) if pages is None else LentPages(k, v, lengths, pages)
         out, lse = decode_attention(q.transpose(1, 2), cache, **settings._asdict(), return_lse=True)
         return out, lse
-    return _attend_packed(q, k, v, torch.zeros_like(lengths) if left_pad is None else left_pad, lengths, settings)
+    return _attend_packed(q, k, v, left_pad, lengths, settings)
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, ends: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:

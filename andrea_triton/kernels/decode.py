@@ -11,46 +11,50 @@ from andrea_triton.kernels.views import Head, sequence
 
 
 @triton.jit
-def key_range(band, seq, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First key and end of one of SPLITS parts of the keys that the queries may see, in whole blocks."""
+def key_range(band, seq, row, end_row, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First key and end of one of SPLITS parts of the keys that the queries row .. end_row - 1 may see, in whole blocks."""
     first, end = 0 * seq.N, seq.N
     if band.left is not None:
-        first = tl.maximum(seq.q_start - band.left, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(seq.q_start + row - band.left, 0) // BLOCK_N * BLOCK_N
     if band.right is not None:
-        end = tl.minimum(end, seq.q_start + seq.M + band.right)
+        end = tl.minimum(end, seq.q_start + end_row + band.right)
     part = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), BLOCK_N), SPLITS) * BLOCK_N
     return first + split * part, tl.minimum(end, first + (split + 1) * part)
 
 
 @triton.jit
-def decode(q, k, v, pages, page_size, part_out, part_lse, attention, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_N: tl.constexpr):  # fmt: skip
-    """Output and log-sum-exp of all queries of one key head, over one part of its keys.
+def decode(q, k, v, pages, page_size, part_out, part_lse, attention, SPLITS: tl.constexpr, WHOLE: tl.constexpr,
+           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Output and log-sum-exp of a block of the queries of one key head, over one part of its keys.
 
-    The query heads of the key head lie in one tile: row r is query r % M of head r // M of the group.
+    The query heads of a key head share tiles: row r is query r // group of head r % group of the group, so that a block is of
+    neighbouring queries. WHOLE: no tile of keys crosses a page.
 
     Maths:  softmax(score(scale q k^T)) v over a part of the keys in the band.
     Shapes: q [B,HQ,M,D]  k [B,HKV,N,D]  v [B,HKV,N,DV], or with pages [B,N/page_size] k [pages,HKV,page_size,D];
             part_out [SPLITS,B,HQ,M,DV]  part_lse [SPLITS,B,HQ,M] fp32 (fp64)
-    Grid:   (B HKV, SPLITS)
+    Grid:   (B HKV cdiv(group M, BLOCK_M), SPLITS)
     Source: the split of keys of FlashDecoding; arXiv 2305.13245 (grouped queries)."""
     sizes = attention.sizes
-    kv_heads = sizes.heads // sizes.group
-    split, kv_head, b = tl.program_id(1), tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
+    kv_heads, blocks = sizes.heads // sizes.group, tl.cdiv(sizes.group * sizes.M, BLOCK_M)
+    split, block, pair = tl.program_id(1), tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    kv_head, b = pair % kv_heads, pair // kv_heads
     seq = sequence(sizes, b)
-    first, end = key_range(attention.band, seq, split, SPLITS, BLOCK_N)
+    end_row = tl.minimum(tl.cdiv((block + 1) * BLOCK_M, sizes.group), seq.M)
+    first, end = key_range(attention.band, seq, block * BLOCK_M // sizes.group, end_row, split, SPLITS, BLOCK_N)
 
     COLS: tl.constexpr = max(16, triton.next_power_of_2(attention.D))
     COLS_V: tl.constexpr = max(16, triton.next_power_of_2(attention.DV))
-    r, d, dv = tl.arange(0, BLOCK_M), tl.arange(0, COLS)[None, :], tl.arange(0, COLS_V)[None, :]
+    r, d, dv = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, COLS)[None, :], tl.arange(0, COLS_V)[None, :]
     live = r < sizes.group * seq.M
-    h, row = kv_head * sizes.group + tl.minimum(r // seq.M, sizes.group - 1), r % seq.M
+    h, row = kv_head * sizes.group + r % sizes.group, tl.minimum(r // sizes.group, seq.M - 1)
     base = q.ptr + tl.cast(b, tl.int64) * q.stride_b
     at = tl.cast(h, tl.int64) * q.stride_h + tl.cast(row, tl.int64) * q.stride_t
     q_tile = tl.load(base + at[:, None] + d, mask=live[:, None] & (d < attention.D), other=0.0)
 
     table = None if pages is None else pages + b * tl.cdiv(sizes.N, page_size)
-    kh, vh = Head(k, b, kv_head, 0, table, page_size), Head(v, b, kv_head, 0, table, page_size)
+    last = None if WHOLE else seq.N - 1
+    kh, vh = Head(k, b, kv_head, 0, table, page_size, last), Head(v, b, kv_head, 0, table, page_size, last)
     state = start(BLOCK_M, COLS_V, attention.acc)
     state = attend(state, q_tile, seq.q_start + row, kh, vh, b, h[:, None], seq, Span(0, 0, first, end), attention, BLOCK_N, True)
     out, _, _, lse = finish(state, None, attention.exact)

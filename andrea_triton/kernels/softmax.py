@@ -52,7 +52,7 @@ def add_sum(row_sum, alpha, p):
 def sink_weight(sink, pivot, UNIT_LOG2: tl.constexpr):
     """Weight of a sink beside a pivot of at least its size, both in a unit of UNIT_LOG2. A sink of +inf takes all, where
     inf - inf would say NaN."""
-    return tl.where(sink == float("inf"), 1.0, tl.exp2((sink - pivot) * UNIT_LOG2))
+    return tl.where((sink == pivot) & (pivot > 0), 1.0, tl.exp2((sink - pivot) * UNIT_LOG2))
 
 
 @triton.jit

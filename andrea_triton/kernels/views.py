@@ -32,8 +32,9 @@ class Matrix(NamedTuple):
 
 class Head(NamedTuple):
     """Rows `first`, `first` + 1 ... of one (batch, head) of a View; or, with `pages`, rows that lie in pages: row r in row
-    r % page_size of batch entry pages[r // page_size] of the View. A tile must not cross pages. Construct it in place: Triton 3.6
-    cannot return a tuple that holds None."""
+    r % page_size of batch entry pages[r // page_size] of the View. A tile lies in one page, or, with `last`, each of its rows
+    looks up its own, those behind row `last` that of row `last`. Construct it in place: Triton 3.6 cannot return a tuple that
+    holds None."""
 
     view: Any
     batch: Any
@@ -41,6 +42,7 @@ class Head(NamedTuple):
     first: Any
     pages: Any = None
     page_size: Any = None
+    last: Any = None
 
 
 class Sizes(NamedTuple):
@@ -104,10 +106,16 @@ def program(heads):
 def tile_pointers(x, row, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Pointers [ROWS, COLS] from row `row` of a Head on."""
     v, t, d, batch = x.view, tl.arange(0, ROWS), tl.arange(0, COLS), x.batch
-    if x.pages is not None:
-        batch, row = tl.load(x.pages + row // x.page_size), row % x.page_size
-    base = v.ptr + tl.cast(batch, tl.int64) * v.stride_b + tl.cast(x.head, tl.int64) * v.stride_h
-    return base + tl.cast(x.first + row, tl.int64) * v.stride_t + (t[:, None] * v.stride_t + d[None, :])
+    if x.last is not None:
+        rows = tl.minimum(row + t, x.last)
+        page, place = tl.load(x.pages + rows // x.page_size), rows % x.page_size
+        at = tl.cast(page, tl.int64) * v.stride_b + tl.cast(place, tl.int64) * v.stride_t
+        return v.ptr + tl.cast(x.head, tl.int64) * v.stride_h + (at[:, None] + d[None, :])
+    else:
+        if x.pages is not None:
+            batch, row = tl.load(x.pages + row // x.page_size), row % x.page_size
+        base = v.ptr + tl.cast(batch, tl.int64) * v.stride_b + tl.cast(x.head, tl.int64) * v.stride_h
+        return base + tl.cast(x.first + row, tl.int64) * v.stride_t + (t[:, None] * v.stride_t + d[None, :])
 
 
 @triton.jit

@@ -198,6 +198,8 @@ def grid(name: str, args: tuple[Any, ...], problem: Problem, config: Config) -> 
         return problem.B * problem.HKV, n_blocks
     if name == "dsinks":
         return problem.HQ, 1
+    if name == "decode":
+        return problem.B * problem.HKV * -(-problem.group * problem.M // config.BLOCK_M), args[5].shape[0]
     if name == "dbias":
         batch, of_heads, rows, _ = args[5].ptr.shape
         return batch * of_heads * (m_blocks if rows == M else 1), n_blocks
@@ -245,16 +247,26 @@ def decode_plan(
     common = attention(problem, precision)
     common = common._replace(sizes=common.sizes._replace(q_start=None))
     table, size = (None, None) if pages is None else pages
-    splits, rows = parts[0].shape[0], max(16, 1 << (problem.group * problem.M - 1).bit_length())
-    block_n = 64 if size is None else min(64, size & -size)
-    config = Config(rows, block_n, 4, 2 if target != "interpreter" else 1)
+    splits = parts[0].shape[0]
+    tilings = decode_tilings(problem, size)
+    whole = size is None or size % tilings[0].BLOCK_N == 0
     args = (view(q, False), view(k, False), view(v, False), table, size, *parts, common)
-    sides = {"SPLITS": splits, "BLOCK_M": rows, "BLOCK_N": block_n}
-    decode_launch = Launch("decode", decode.decode, args, sides, (problem.B * problem.HKV, splits), config, (config,))
-    config = Config(16, 1)
+    sides = {"SPLITS": splits, "WHOLE": whole}
     merged = (*parts, problem.extras.sinks, view(out, False), lse, common)
-    grid = (problem.B * problem.HQ, -(-problem.M // 16))
-    return [decode_launch, Launch("combine", decode.combine, merged, {"SPLITS": splits, "BLOCK_M": 16}, grid, config, (config,))]
+    few = (Config(16, 1),)
+    launches = (Launch("decode", decode.decode, args, sides, (0, 0), tilings[0], tilings),
+                Launch("combine", decode.combine, merged, {"SPLITS": splits}, (0, 0), few[0], few))  # fmt: skip
+    return [tiled(launch, problem, launch.config) for launch in launches]
+
+
+def decode_tilings(problem: Problem, page_size: int | None) -> tuple[Config, ...]:
+    """Tilings of the decode kernel, best first: the rows of a key head in as few blocks as the card's memory lets, and keys that
+    stay in one page where pages are multiples of 16 rows."""
+    rows = max(16, min(128, 1 << (problem.group * problem.M - 1).bit_length()))
+    in_page = 64 if page_size is None else page_size & -page_size
+    keys = min(64, in_page) if in_page >= 16 else 32
+    sizes = dict.fromkeys((min(rows, m), min(keys, n)) for m, n in ((128, 64), (64, 64), (64, 32), (32, 32), (16, 32), (16, 16)))
+    return tuple(Config(m, n, 4, 2) for m, n in sizes)
 
 
 def statistics_plan(

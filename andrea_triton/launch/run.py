@@ -131,8 +131,8 @@ def _statistics(tensors: Tensors, _: Wanted, problem: Problem, target: str, prec
 def decode(
     q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, splits: int, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of few queries over a cache, its keys in `splits` parts."""
-    q, acc = unit_stride(q), accumulator(q.dtype)
+    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of queries over a cache, its keys in `splits` parts."""
+    q, k, v, acc = unit_stride(q), unit_stride(k), unit_stride(v), accumulator(q.dtype)
     shape = (problem.B, problem.HQ, problem.M)
     parts = allocate((splits, *shape, problem.DV), acc, q.device), allocate((splits, *shape), acc, q.device)
     out, lse = allocate_like(q, problem.DV, False), allocate(shape, acc, q.device)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..cache import Cache, KVCache, PagedKVCache
+from ..cache import Cache, KVCache, PagedKVCache, Rows
 from ..errors import DTypeError, ShapeError
 from ..spec import Window, make_spec
 from .attention import CausalSelfAttention, head_dim, next_positions
@@ -136,7 +136,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * config.d_model, config.d_model, bias=False)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, cache: Cache | None, rows: Sequence[int] | None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None, rows: Rows | None) -> Tensor:
         """(B, T, d_model) in, (B, T, d_model) out."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cache=cache, rows=rows))
         return x + self.dropout(self.narrow(nn.functional.gelu(self.widen(self.mlp_norm(x)))))
@@ -196,7 +196,7 @@ class Andrea(nn.Module):
         tokens: Tensor,
         *,
         caches: Sequence[Cache] | None = None,
-        rows: Sequence[int] | None = None,
+        rows: Rows | None = None,
         last: bool = False,
     ) -> Tensor:
         """Logits of the token after each token.
@@ -304,7 +304,7 @@ class Andrea(nn.Module):
             )
         self.load_state_dict(tensors, assign=True)
 
-    def _check_tokens(self, tokens: Tensor, caches: Sequence[Cache] | None, rows: Sequence[int] | None) -> None:
+    def _check_tokens(self, tokens: Tensor, caches: Sequence[Cache] | None, rows: Rows | None) -> None:
         if tokens.dtype not in (torch.int32, torch.int64):
             raise DTypeError(f"tokens are {tokens.dtype}; wanted int64 or int32; cast them with .long()")
         if tokens.dim() != 2:
@@ -313,7 +313,9 @@ class Andrea(nn.Module):
         if caches is not None:
             if len(caches) != len(self.blocks) or caches[0].batch != tokens.shape[0]:
                 raise ShapeError(f"caches do not fit {len(self.blocks)} blocks and {tokens.shape[0]} sequences; use new_caches")
-            new = [tokens.shape[1]] * caches[0].batch if rows is None else rows
+            if torch.compiler.is_compiling():
+                return  # the lengths are the device's: to ask the host would compile anew for each token
+            new = [tokens.shape[1]] * caches[0].batch if rows is None else [int(row) for row in rows]
             ends = [count + row for count, row in zip(caches[0].counts, new, strict=False)]
         if max(ends) > self.config.context:
             raise ShapeError(f"a sequence has {max(ends)} tokens; the context is {self.config.context}; shorten it")

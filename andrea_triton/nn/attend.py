@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import Cache
-from ..decode import LARGEST_TILE, decode_attention
+from ..decode import decode_attention
 from ..errors import UnsupportedError
 from ..functional import attention
 from ..spec import Mask, Window, default_scale, make_spec
@@ -61,9 +61,7 @@ def attend(
 
 
 def attend_cache(q: Tensor, cache: Cache, call: Call) -> Tensor:
-    """Causal attention of the newest tokens to all that a cache holds: few by `decode_attention`, many by `attention`.
-
-    Work grows with the lengths, not with the capacity.
+    """Causal attention of the newest tokens to all that a cache holds. Work grows with the lengths, not with the capacity.
 
     Args:
         q: (batch, HQ, M, head_dim); row i of sequence b sits at position lengths[b] - M + i. A row before position 0 is padding.
@@ -78,7 +76,7 @@ def attend_cache(q: Tensor, cache: Cache, call: Call) -> Tensor:
     """
     if torch.is_grad_enabled() and q.requires_grad:
         raise UnsupportedError("a gradient", "a call with a cache", "a cache holds no graph; call it under torch.no_grad()")
-    if call.backend != "naive" and q.shape[1] // cache.kv_heads * q.shape[2] <= LARGEST_TILE:
+    if call.backend != "naive":
         out = decode_attention(
             q, cache, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks, backend=call.backend
         )

@@ -6,12 +6,10 @@ Under tensor parallelism (torch's ColwiseParallel for W_Q, W_K and W_V, RowwiseP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from ..cache import Cache
+from ..cache import Cache, Rows, rows_tensor
 from ..errors import DTypeError, ShapeError, UnsupportedError
 from ..spec import Mask, Window, make_spec
 from .attend import Call, attend, attend_cache
@@ -162,7 +160,7 @@ class CausalSelfAttention(SelfAttention):
         key_lengths: Tensor | None = None,
         mask: Mask | Tensor | None = None,
         cache: Cache | None = None,
-        rows: Sequence[int] | None = None,
+        rows: Rows | None = None,
     ) -> Tensor:
         """Attention of x with itself and, given a cache, with the tokens in it, to which x is appended. A cache keeps no graph:
         with one, call it under torch.no_grad().
@@ -296,9 +294,9 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-def next_positions(cache: Cache, M: int, rows: Sequence[int] | None) -> Tensor:
+def next_positions(cache: Cache, M: int, rows: Rows | None) -> Tensor:
     """Positions that the next M tokens get, as (batch, M); padding in front of a sequence gets 0."""
-    new = M if rows is None else torch.tensor(rows, dtype=torch.int32).to(cache.lengths.device)
+    new = M if rows is None else rows_tensor(rows, cache.lengths.device)
     positions = (cache.lengths + new)[:, None] + torch.arange(-M, 0, device=cache.lengths.device)
     return positions.clamp_min(0)
 

@@ -304,12 +304,15 @@ class CachedReader(Reader):
         width = max(map(len, fresh))
         padded = torch.tensor([[0] * (width - len(new)) + new for new in fresh], device=self.device)
         logits = torch.empty(0)
+        for cache in self.caches:
+            cache.reserve([len(tokens) for tokens in self.state.tokens])  # a compiled model cannot
         step = self.chunk or width
         for start in range(0, width, step):
             end = min(start + step, width)
             rows = [min(max(end - (width - len(new)), 0), end - start) for new in fresh]
             whole = all(row == end - start for row in rows)
-            logits = self.model(padded[:, start:end], caches=self.caches, rows=None if whole else rows, last=True)
+            known = None if whole else torch.tensor(rows)  # on the host, and as numbers that a compiled model is not made for
+            logits = self.model(padded[:, start:end], caches=self.caches, rows=known, last=True)
         return logits[:, -1]
 
 

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from andrea_triton import ShapeError, UnsupportedError
+from andrea_triton import ShapeError, UnsupportedError, attention
 from andrea_triton.cache import Cache, KVCache, PagedKVCache
 from andrea_triton.nn import CausalSelfAttention, CrossAttention, SelfAttention
 from andrea_triton.nn.attend import Call, attend_cache, naive_attention
@@ -156,19 +157,19 @@ def test_long_ragged_prefill(backend: str) -> None:
         assert_accurate(out[b, 40 - n :], eager[b, :n], exact[b, :n], torch.float32, f"sequence {b}")
 
 
-def test_work_follows_the_length_not_the_capacity() -> None:
+def test_work_follows_the_length_not_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of any capacity hands the same few rows to attention."""
     seen = []
 
-    class Watched(KVCache):
-        def keys_values(self, longest: int) -> tuple[Tensor, Tensor]:
-            seen.append(longest)
-            return super().keys_values(longest)
+    def watched(q: Tensor, k: Tensor, *rest: Any, **settings: Any) -> Any:
+        seen.append(k.shape[2])
+        return attention(q, k, *rest, **settings)
 
-    cache = Watched(2, 2, 4096, 8)
+    monkeypatch.setattr("andrea_triton.decode.attention", watched)
+    cache = KVCache(2, 2, 4096, 8)
     cache.append(torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8), [5, 3])
     attend_cache(torch.randn(2, 4, 1, 8), cache, Call())
-    assert seen == [5]
+    assert seen == [5, 3]
 
 
 def test_dropout_is_on_in_training_only() -> None:
