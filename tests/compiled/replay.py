@@ -101,9 +101,12 @@ def finding(recording: Recording, first: str, rewrite: Rewrite | None = None) ->
     Raises:
         Unsupported: a text holds what the emulator does not know.
     """
-    names = [taken.launch.name for taken in recording.launches]
+    start_at = [taken.launch.name for taken in recording.launches].index(first)
+    for taken in recording.launches[:start_at]:  # which an earlier replay may have left wrong, or nobody has filled again
+        for x, copy in zip(taken.written, taken.after, strict=True):
+            x.copy_(copy)
     restored: tuple[Tensor, ...] | None = None
-    for launch, written, before, after in recording.launches[names.index(first) :]:
+    for launch, written, before, after in recording.launches[start_at:]:
         if written is not restored:
             for x, copy in zip(written, before, strict=True):
                 x.copy_(copy)

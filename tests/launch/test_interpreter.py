@@ -77,6 +77,7 @@ def world() -> dict[str, Any]:
         "dot": builder.create_dot,
         "cast": builder.cast_impl,
         "min_max": stock.ReduceOps.min_max,
+        "tensor": stock._patch_lang_tensor,
         "options": stock.interpreter_builder.options,
         **language,
         **methods,
