@@ -55,8 +55,12 @@ def test_numbers_in_any_form(form: Any) -> None:
     assert torch.equal(got, wanted)
     with pytest.raises(DTypeError, match="max_seqlen_q"):
         flash_attn_varlen_func(q, k, k, STARTS_Q, STARTS_K, 7.5, 8)
-    with pytest.raises(ShapeError, match="window_size"):
-        flash_attn_func(q[None], k[None], k[None], window_size=(1, 2, 3))
+    for window in ((1, 2, 3), 4):
+        with pytest.raises(ShapeError, match="window_size"):
+            flash_attn_func(q[None], k[None], k[None], window_size=window)
+    everything = flash_attn_func(q[None], k[None], k[None])
+    for window in ((-5, -7), (None, None), np.array([-1, 99])):
+        assert torch.equal(flash_attn_func(q[None], k[None], k[None], window_size=window, softcap=None), everything)
 
 
 def test_a_learned_scale_keeps_its_gradient() -> None:
@@ -202,6 +206,17 @@ def test_padding_goes_and_comes_back() -> None:
     assert empty[3] == 0 and bert_padding.pad_input(empty[0], empty[1], 0, 4).shape == (0, 4, 2, 5)
 
 
+def test_nothing_to_do() -> None:
+    none, x, z = draw(0, 4, 2, 8), draw(3, 4, 2, 8), torch.zeros(1, dtype=torch.int32)
+    assert [t.numel() for t in flash_attn_func(none, none, none, 0.1, return_attn_probs=True)] == [0, 0, 0]
+    assert not flash_attn_func(x, x[:, :0], x[:, :0]).any()
+    table = torch.zeros(0, 2, dtype=torch.int32)
+    assert flash_attn_varlen_func(none[:, 0], x, x, z, z, 0, 0, block_table=table).shape == (0, 2, 8)
+    for told in ({}, {"cache_leftpad": z[:0]}, {"block_table": table}, {"block_table": table, "cache_leftpad": z[:0]}):
+        memory = x if "block_table" in told else none
+        assert flash_attn_with_kvcache(none, memory, memory, cache_seqlens=z[:0], **told).shape == none.shape
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_turns_pairs_by_position(interleaved: bool, packed: bool) -> None:
@@ -230,5 +245,7 @@ def test_rotary_says_what_does_not_fit() -> None:
     x, table = draw(1, 4, 2, 8), draw(5, 3)
     with pytest.raises(ShapeError, match="positions 2 to 5"):
         apply_rotary_emb(x, table, table, seqlen_offsets=2)
+    with pytest.raises(ShapeError, match="seqlen_offsets"):
+        apply_rotary_emb(x, table, table, seqlen_offsets=torch.tensor([1, 2]))
     with pytest.raises(ShapeError, match="at most 8"):
         apply_rotary_emb(x, draw(5, 5), draw(5, 5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ Sides = Sequence[Integer | None] | Tensor
 
 def integer(name: str, value: Integer) -> int:
     """A Python, NumPy or tensor integer as an int."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        number: Any = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        return operator.index(number)
     except TypeError:
         got = f"{name} is {type(value).__name__}"
         raise DTypeError(f"{got}; wanted an integer or a tensor of one; pass int({name})") from None
@@ -40,14 +39,20 @@ def real(name: str, value: Number) -> float:
 
 def sides(size: Sides) -> tuple[int | None, int | None]:
     """flash-attn's window with its open sides, the negative ones, as None."""
-    if len(size) != 2:
-        raise ShapeError(f"window_size has {len(size)} entries; wanted (left, right); write -1 for an open side")
+    entries = len(size) if hasattr(size, "__len__") else 1
+    if entries != 2:
+        raise ShapeError(f"window_size has {entries} entries; wanted (left, right); write -1 for an open side")
     left, right = (None if side is None else integer("window_size", side) for side in size)
     return None if left is None or left < 0 else left, None if right is None or right < 0 else right
 
 
 def settled(
-    q: Tensor, softmax_scale: Number | None, causal: bool, window_size: Sides, softcap: Number, alibi_slopes: Tensor | None
+    q: Tensor,
+    softmax_scale: Number | None,
+    causal: bool,
+    window_size: Sides,
+    softcap: Number | None,
+    alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Settings]:
     """(q, settings): q multiplied by a scale that wants a gradient."""
     if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad and torch.is_grad_enabled():
@@ -57,7 +62,7 @@ def settled(
         wide = torch.promote_types(q.dtype, softmax_scale.dtype)
         q, softmax_scale = (q.to(wide) * softmax_scale.to(q.device).reshape(())).to(q.dtype), 1.0
     scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
-    cap = real("softcap", softcap)
+    cap = 0.0 if softcap is None else real("softcap", softcap)
     return q, Settings(bool(causal), scale, sides(window_size), cap if cap > 0.0 else None, alibi_slopes)
 
 

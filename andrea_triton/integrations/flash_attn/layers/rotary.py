@@ -29,7 +29,7 @@ def apply_rotary_emb(
         The shape and dtype of x, turned in at least fp32; differentiable by x, cos and sin.
 
     Raises:
-        ShapeError: R is over D, cos and sin differ, or (on a CPU) a position lies outside of them.
+        ShapeError: R is over D, cos and sin differ, seqlen_offsets fit no batch, or (on a CPU) a position lies outside of cos.
 
     Source:
         flash-attn 2.8, layers.rotary.apply_rotary_emb; arXiv 2104.09864, equation 34.
@@ -40,22 +40,23 @@ def apply_rotary_emb(
         >>> apply_rotary_emb(x, angles.cos(), angles.sin()).round().flatten().tolist()
         [1.0, 0.0, -0.0, 1.0]
     """
-    first = seqlen_offsets
-    first = (
-        first
-        if isinstance(first, Tensor) and first.dim()
-        else torch.full((1,), integer("seqlen_offsets", first), device=x.device)
-    )
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if isinstance(seqlen_offsets, Tensor) and seqlen_offsets.numel() != 1:
+        first = seqlen_offsets.long()
+    else:
+        first = torch.full((sequences,), integer("seqlen_offsets", seqlen_offsets), device=x.device)
+    if first.shape != (sequences,):
+        got = f"seqlen_offsets has shape {tuple(first.shape)}"
+        raise ShapeError(f"{got}; wanted an int or ({sequences},), one for each sequence; slice or expand it")
     if cu_seqlens is None:
-        at = first.long()[:, None] + torch.arange(x.shape[1], device=x.device)
-        at = at.expand(x.shape[0], -1)
+        at = first[:, None] + torch.arange(x.shape[1], device=x.device)
         turned = turn(x, at, cos, sin, interleaved)
     else:
         rows = torch.arange(x.shape[0], device=x.device)
         sequence = torch.searchsorted(cu_seqlens[1:].to(rows.dtype).contiguous(), rows, right=True)
-        real = sequence < cu_seqlens.shape[0] - 1
-        sequence = sequence.clamp(max=max(cu_seqlens.shape[0] - 2, 0))
-        at = rows - cu_seqlens.long()[sequence] + first.long().expand(cu_seqlens.shape[0] - 1)[sequence]
+        real = sequence < sequences
+        sequence = sequence.clamp(max=max(sequences - 1, 0))
+        at = rows - cu_seqlens.long()[sequence] + first[sequence]
         turned = turn(x, torch.where(real, at, 0), cos, sin, interleaved)
         turned = torch.where(real[:, None, None], turned, x)
     return x.copy_(turned) if inplace else turned
