@@ -40,6 +40,7 @@ def flash_attn_func(
         flash-attn 2.8, flash_attn_func.
 
     Example:
+        >>> import torch
         >>> x = torch.randn(1, 5, 2, 8)
         >>> flash_attn_func(x, x, x, causal=True, window_size=(2, 0)).shape
         torch.Size([1, 5, 2, 8])
@@ -77,6 +78,7 @@ def flash_attn_qkvpacked_func(
         flash-attn 2.8, flash_attn_qkvpacked_func.
 
     Example:
+        >>> import torch
         >>> flash_attn_qkvpacked_func(torch.randn(1, 5, 3, 2, 8)).shape
         torch.Size([1, 5, 2, 8])
     """
@@ -110,6 +112,7 @@ def flash_attn_kvpacked_func(
         flash-attn 2.8, flash_attn_kvpacked_func.
 
     Example:
+        >>> import torch
         >>> flash_attn_kvpacked_func(torch.randn(1, 5, 4, 8), torch.randn(1, 7, 2, 2, 8)).shape
         torch.Size([1, 5, 4, 8])
     """
