@@ -108,7 +108,9 @@ def partial_backward(
         with torch.no_grad():
             part, part_lse = saved = cpu.forward(problem, q, k, v) if backend == "torch" else reference(problem, q, k, v)
         share = torch.exp(part_lse - lse.masked_fill(empty, 0.0))[..., None]
+        share = share.transpose(0, 1) if problem.packed else share
         dlse = (share * dout * (part - out)).sum(-1)
+        dlse = dlse.transpose(0, 1) if problem.packed else dlse
         dout = (share * dout).to(q.dtype)
     else:
         from .launch.plan import attention

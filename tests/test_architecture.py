@@ -79,6 +79,8 @@ MAY_IMPORT = {
     "nn": f"{PURE} torch functional cache decode nn",
     "distributed": f"{HOST} functional backends ops nn distributed",
     "integrations": f"{PURE} torch functional sdpa cache decode integrations",
+    "integrations.flash_attn.probabilities": "torch functional reference integrations",
+    "integrations.flash_attn.lowlevel": f"{HOST} functional backends integrations",
     "testing": f"{PURE} problem reference torch testing",
 }
 # The same for imports that run when a function is called, or only for the type checker.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cache import Cache, PagedKVCache
 from ..decode import decode_attention
-from ..errors import UnsupportedError
+from ..errors import ShapeError, UnsupportedError
 from ..functional import varlen_attention
 
 
@@ -68,31 +68,71 @@ def attend(
         v: values, likewise.
         lengths: (B,) int32 keys of each sequence; query i sits at position lengths[b] - M + i.
         pages: (B, pages of a sequence) int32, or None.
-        left_pad: (B,) int32 keys at the front that nobody sees, or None; not with pages.
+        left_pad: (B,) int32 keys at the front that nobody sees, or None.
         settings: of the scores.
 
     Returns:
         out (B, HQ, M, DV) and lse (B, HQ, M).
     """
     if left_pad is None:
-        cache = LentCache(k, v, lengths) if pages is None else LentPages(k, v, lengths, pages)
+        cache = LentCache(k[: q.shape[0]], v[: q.shape[0]], lengths) if pages is None else LentPages(k, v, lengths, pages)
         out, lse = decode_attention(q.transpose(1, 2), cache, **settings._asdict(), return_lse=True)
         return out, lse
-    return _attend_packed(q, k, v, left_pad, lengths, settings)
+    return _attend_packed(q, k, v, left_pad, lengths, pages, settings)
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, ends: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """attend() by packed sequences: the unused rows before and after each one's keys are sequences too, without queries."""
-    B, M, N = *q.shape[:2], k.shape[1]
-    row = torch.arange(B, device=q.device)
-    cu_k = torch.stack([row * N + starts, row * N + ends], 1).flatten()
-    cu_q = torch.stack([row * M, row * M + M], 1).flatten()
-    cu_q, cu_k = (torch.nn.functional.pad(cu.to(torch.int32), (1, 0)) for cu in (cu_q, cu_k))
-    if settings.alibi is not None and settings.alibi.dim() == 2:
-        settings = settings._replace(alibi=settings.alibi.repeat_interleave(2, 0))
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = varlen_attention(q, k, v, cu_q, cu_k, M, 2 * N, **settings._asdict(), return_lse=True)
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, ends: Tensor, pages: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """attend() by packed sequences of the keys from starts to ends."""
+    B, M = q.shape[:2]
+    if pages is None:
+        pages = torch.arange(B, device=q.device)[:, None]
+    most = pages.shape[1] * k.shape[1]
+    k, v, cu_k = gathered(k, v, starts, ends - starts, pages, most)
+    cu_q = torch.arange(B + 1, dtype=torch.int32, device=q.device) * M
+    out, lse = varlen_attention(q.flatten(0, 1), k, v, cu_q, cu_k, M, most, **settings._asdict(), return_lse=True)
     return out.unflatten(0, (B, M)).transpose(1, 2), lse.unflatten(1, (B, M)).transpose(0, 1)
+
+
+def gathered(k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, pages: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of sequences out of their pages, one sequence after the other; differentiable. Waits for no GPU, where slack rows
+    follow in its place.
+
+    Args:
+        k: pages of keys (pages, page size, HKV, D).
+        v: pages of values (pages, page size, HKV, DV).
+        starts: (B,) integers, the first row of each sequence that is wanted.
+        lengths: (B,) integers, how many rows are wanted.
+        pages: (B, pages of a sequence) integers.
+        most: rows of the longest sequence, or more.
+
+    Returns:
+        k (rows, HKV, D), v (rows, HKV, DV) and cu_seqlens (B + 1,) int32.
+
+    Raises:
+        ShapeError: (on a CPU) rows or pages that are not there.
+    """
+    B, size = pages.shape[0], k.shape[1]
+    capacity = pages.shape[1] * size
+    lengths = lengths.clamp(min=0)
+    if lengths.is_cpu and B and not int(starts.min()) >= 0 <= capacity - int((starts + lengths).max()):
+        got = f"a sequence has rows up to {int((starts + lengths).max())}, one starts at {int(starts.min())}"
+        raise ShapeError(f"{got}; wanted 0 to {capacity}, the rows of its pages; give it more pages")
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    row = torch.arange(int(cu[-1]) if cu.is_cpu else B * min(most, capacity), device=k.device)
+    sequence = torch.searchsorted(cu[1:].contiguous(), row, right=True).clamp(max=max(B - 1, 0))
+    at = (row - cu[sequence] + starts.long()[sequence]).clamp(0, max(capacity - 1, 0))
+    page, place = pages.long()[sequence, at // max(size, 1)], at % max(size, 1)
+    _check_pages(page, k.shape[0])
+    return k[page, place], v[page, place], cu.to(torch.int32)
+
+
+def _check_pages(page: Tensor, pages: int) -> None:
+    """Fail where a page that is used is not there; a GPU is not asked."""
+    if page.is_cpu and page.numel() and not 0 <= int(page.min()) <= int(page.max()) < pages:
+        got = f"pages {int(page.min())} to {int(page.max())} are used"
+        raise ShapeError(f"{got}; wanted 0 to {pages - 1}, the pages that there are; mend the table")
 
 
 def write(cache: Tensor, rows: Tensor, places: Tensor, pages: Tensor | None) -> None:
@@ -106,33 +146,6 @@ def write(cache: Tensor, rows: Tensor, places: Tensor, pages: Tensor | None) -> 
     """
     sequence = torch.arange(rows.shape[0], device=rows.device)[:, None]
     if pages is not None:
-        sequence, places = pages[sequence, places // cache.shape[1]], places % cache.shape[1]
+        sequence, places = pages.long()[sequence, places // max(cache.shape[1], 1)], places % max(cache.shape[1], 1)
+        _check_pages(sequence, cache.shape[0])
     cache[sequence, places] = rows.to(cache.dtype)
-
-
-def turn(x: Tensor, first: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, still: bool = False) -> Tensor:
-    """The rotary embedding of the first features of rows.
-
-    Args:
-        x: (B, T, H, D).
-        first: (B,) integer positions of row 0.
-        cos: (positions, R / 2) float.
-        sin: likewise.
-        interleaved: features 2i and 2i + 1 are a pair, not i and i + R / 2.
-        still: every row is at the position of row 0, not at those after it.
-
-    Returns:
-        (B, T, H, D), dtype of x, turned in at least fp32.
-
-    Source:
-        arXiv 2104.09864, equation 34.
-    """
-    dtype, size = torch.promote_types(x.dtype, torch.float32), 2 * cos.shape[-1]
-    places = first[:, None] + torch.arange(x.shape[1], device=x.device) * (not still)
-    c, s = cos[places][:, :, None].to(dtype), sin[places][:, :, None].to(dtype)
-    pairs = x[..., :size].to(dtype)
-    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
-    a, b = pairs.unbind(-1)
-    turned = torch.stack([a * c - b * s, a * s + b * c], -1)
-    turned = turned if interleaved else turned.transpose(-1, -2)
-    return torch.cat([turned.flatten(-2).to(x.dtype), x[..., size:]], -1)

@@ -25,6 +25,7 @@ from andrea_triton.integrations.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from tests.integrations.flash_definition import define
 
 COMMON = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
 LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
@@ -49,30 +50,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "alibi": {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
     "alibi per row": {"alibi_slopes": torch.rand(2, 4)},
 }
-
-
-def define(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of (B, T, H, D) tensors, in their dtype."""
-    M, N, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap > 0.0:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(M)[:, None] + N - M - torch.arange(N)[None, :]
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(q.dtype).expand(q.shape[0], -1)
-        scores = scores - slopes[:, :, None, None] * distance.abs()
-    left, right = window_size
-    hidden = torch.zeros(M, N, dtype=torch.bool)
-    hidden |= (distance < 0) & causal
-    hidden |= (distance > left) & (left >= 0)
-    hidden |= (-distance > right) & (right >= 0)
-    lse = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).masked_fill(hidden, 0.0)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
 
 def draw(*shape: int) -> Tensor:
@@ -151,17 +128,12 @@ def test_dropout_drops_and_scales() -> None:
 
 
 def test_what_cannot_be_done_is_named() -> None:
-    x, starts = draw(1, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="return_attn_probs"):
-        flash_attn_func(x, x, x, dropout_p=0.1, return_attn_probs=True)
-    with pytest.raises(UnsupportedError, match="block_table"):
-        flash_attn_varlen_func(*[x[0]] * 3, starts, starts, 4, 4, block_table=torch.zeros(1, 1, dtype=torch.int32))
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    for other in ({"block_table": table}, {"cache_batch_idx": table[0]}, {"rotary_cos": draw(4, 4)}):
-        with pytest.raises(UnsupportedError, match="cache_leftpad"):
-            flash_attn_with_kvcache(x, x, x, cache_seqlens=2, cache_leftpad=table[0], **other)
+    x, table = draw(1, 4, 2, 8), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="cache_batch_idx"):
         flash_attn_with_kvcache(x, x, x, block_table=table, cache_batch_idx=table[0])
+    for wrong in (-1, 1):
+        with pytest.raises(ShapeError, match="pages"):
+            flash_attn_with_kvcache(x, x, x, x[:, :1], x[:, :1], cache_seqlens=2, block_table=table + wrong)
 
 
 @pytest.mark.parametrize("told", [{"k": 1, "v": 1}, {"k": 1, "cache_seqlens": 0}, {"k": 1, "v": 1, "cache_seqlens": 4}], ids=str)

@@ -1,0 +1,1 @@
+"""flash-attn's package of this name: the rotary embedding."""
