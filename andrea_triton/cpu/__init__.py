@@ -1,4 +1,4 @@
-"""The torch backend: attention on the CPU, or on any device, in PyTorch's own operations and in memory that grows with the length.
+"""The torch backend: attention on the CPU, or on any device, in PyTorch's own operations, in memory that grows with the length.
 
 Whatever the way, sums and exponentials are in fp32 (fp64 for fp64). PyTorch's fused attention is taken where it says what is
 asked (fused.py), and blocks of rows everywhere else (blocked.py). Its fused backward takes the weights as exp(s - lse), which

@@ -104,7 +104,7 @@ def part_of(mask: Tensor | None, b: slice, hq: slice) -> Tensor | None:
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem that fused() accepts. In 16 bits PyTorch takes an exponential of five digits, no faster than fp32."""
+    """(out, lse) of a problem that fused() accepts, in fp32: in 16 bits PyTorch takes an exponential of five digits, no faster."""
     mask, is_causal, acc = mask_of(problem), bool(causal(problem)), accumulator(q.dtype)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = room_like(q, problem.DV, False), q.new_empty(q.shape[:3], dtype=acc)

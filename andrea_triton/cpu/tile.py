@@ -30,7 +30,7 @@ Pull = Callable[[Tensor], Tensor]
 
 
 class Scores(NamedTuple):
-    """A tile (b · h, group · rows, keys, and one more column for a sink), and what brings a gradient of it back to scale · q·k."""
+    """A tile (b · h, group · rows, keys, and a column for a sink), and what brings a gradient of it back to scale · q·k."""
 
     tile: Tensor
     pull: Pull | None
@@ -144,7 +144,7 @@ def scores(problem: Problem, q: Tensor, k: Tensor, block: Block, room: Tensor, p
 
     Args:
         problem: a dense problem.
-        q: (b · h, group · rows, D), the block's, in the dtype of sums, times the scale.
+        q: (b · h, group · rows, D), the block's, in the dtype of sums.
         k: (b · h, keys, D), the block's, likewise.
         block: the place.
         room: memory for the tile, one dim.
@@ -155,7 +155,7 @@ def scores(problem: Problem, q: Tensor, k: Tensor, block: Block, room: Tensor, p
     width = width_of(problem, block.j)
     whole = room[: batches * rows * width].view(batches, rows, width)
     product, tile = whole[..., :keys], four(whole, block)[..., :keys]
-    torch.bmm(q, k.mT, out=product)
+    product.baddbmm_(q, k.mT, beta=0, alpha=scale_of(problem))
     pulls: list[Pull] = []
     if cap is not None or extras.score is not None:
         hide(problem, tile, block, places, 0.0)
