@@ -308,13 +308,15 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     dtype = accumulator(logits.dtype)
     column = logits.new_full((heads,), float("-inf"), dtype=dtype) if sinks is None else sinks.to(dtype)
     rows = torch.cat([logits.to(dtype), column.view(1, heads, 1, 1).expand(batch, heads, queries, 1)], -1)
+    shut = column.detach().isposinf().view(heads, 1, 1)  # a sink of +inf takes all the weight
+    rows = rows.masked_fill(shut, float("-inf"))
     pivot = rows.detach().amax(-1, keepdim=True)
     pivot = pivot.masked_fill(pivot == float("-inf"), 0.0)
     powers = torch.exp(rows - pivot)
     total = powers.sum(-1, keepdim=True)
     empty = total == 0.0
     total = total.masked_fill(empty, 1.0)
-    lse = (pivot + total.log()).masked_fill(empty, float("-inf"))
+    lse = (pivot + total.log()).masked_fill(empty, float("-inf")).masked_fill(shut, float("inf"))
     return (powers / total)[..., :keys], lse.squeeze(-1)
 
 
@@ -394,4 +396,4 @@ def row_bias_grad(out: Tensor, lse: Tensor, sinks: Tensor | None, dout: Tensor, 
     if sinks is not None:
         keys = -torch.expm1(sinks.to(lse.dtype)[:, None] - lse)
         grad = keys * grad + (1 - keys) * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return grad.masked_fill(lse == float("-inf"), 0.0)[..., None]
+    return grad.masked_fill(lse.isinf(), 0.0)[..., None]

@@ -2,7 +2,7 @@
 
 Whatever the way, sums and exponentials are in fp32 (fp64 for fp64). PyTorch's fused attention is taken where it says what is
 asked (fused.py), and blocks of rows everywhere else (blocked.py). Its fused backward takes the weights as exp(s - lse), which
-loses the digits of a large lse: it is taken in fp32 and fp64 where lse is small, and the blocks make the weights anew elsewhere.
+loses the digits of a large lse: it is taken in large calls in fp32 where lse is small; elsewhere the blocks make them anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from andrea_triton.cpu import blocked, fused
 from andrea_triton.cpu.blocked import Gradients, statistics
 from andrea_triton.cpu.layout import laid_out, room_like, unexpanded
-from andrea_triton.problem import Problem, accumulator
+from andrea_triton.problem import Problem
 
 __all__ = ["Gradients", "backward", "forward", "laid_out", "room_like", "statistics", "unexpanded"]
 
@@ -46,9 +46,9 @@ def backward(
     assert q is not None and k is not None and v is not None
     if dlse is not None and not dlse.any():
         dlse = None  # a graph fills in zeros where eager says None; both shall give the same bits
-    plain = dlse is None and not (needs[3] or needs[4]) and q.dtype == accumulator(q.dtype)
+    plain = dlse is None and not (needs[3] or needs[4]) and any(needs)
     with torch.no_grad():
-        if plain and fused.fused(problem, q, k) and fused.near(lse):
+        if plain and fused.expressible(problem) and fused.near(problem, lse) and fused.fused(problem, q, k):
             found = list(fused.backward(problem, q, k, v, out, lse, dout))
             results: list[Tensor | None] = []
             for t, need in zip((q, k, v), needs, strict=False):
