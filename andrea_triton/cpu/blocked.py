@@ -103,8 +103,8 @@ def dense_forward(problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor,
 
 
 class Grads(NamedTuple):
-    """What the backward writes; None where nobody asks. dq, dk, dv of a dense problem; dbias and dsinks of the whole call, in the
-    dtype of sums; and which rows, (B, HQ, M, 1), no key has a part in."""
+    """What the backward writes; None where nobody asks. dq, dk, dv of a dense problem; dbias and dsinks of the whole call, the
+    latter in fp64; and which rows, (B, HQ, M, 1), no key has a part in."""
 
     dq: Tensor | None
     dk: Tensor | None
@@ -134,7 +134,7 @@ def backward(
     results = [room_like(t, t.shape[-1], problem.packed).zero_() if n else None for t, n in zip((q, k, v), needs, strict=False)]
     shape = None if bias is None or not needs[3] else (1,) * (4 - bias.dim()) + tuple(bias.shape)
     dbias = None if shape is None else torch.zeros(shape, dtype=acc, device=device)
-    dsinks = None if sinks is None or not needs[4] else torch.zeros(sinks.shape, dtype=acc, device=device)
+    dsinks = None if sinks is None or not needs[4] else torch.zeros(sinks.shape, dtype=torch.float64, device=device)
     for part in parts(problem):
         own, of = part.problem, part.of
         empty, shut = part.row_values(lse) == -INF, closed(own, slice(None))
@@ -183,10 +183,11 @@ def dense_backward(
             ds = ds[..., :keys]
             if pull is not None:
                 pull(four(ds, block))
+            ds.mul_(scale)
             if grads.dq is not None:
-                grads.dq[b, hq, i] = four(torch.bmm(ds, k_all[:, j]).mul_(scale), block)
+                grads.dq[b, hq, i] = four(torch.bmm(ds, k_all[:, j]), block)
             if dk_all is not None:
-                dk_all[:, j].baddbmm_(ds.mT, q_tile, alpha=scale)
+                dk_all[:, j].baddbmm_(ds.mT, q_tile)
         for result, summed in ((grads.dk, dk_all), (grads.dv, dv_all)):
             if result is not None and summed is not None:
                 result[b, h] = summed.view(result[b, h].shape)
@@ -205,7 +206,7 @@ def add_terms(grads: Grads, block: Block, ds: Tensor, dlse: Tensor | None) -> No
     b, _, hq, i, j = block
     keys = j.stop - j.start
     if grads.dsinks is not None:
-        grads.dsinks[hq] += ds[..., keys].sum((0, 2))
+        grads.dsinks[hq] += ds[..., keys].sum((0, 2), dtype=torch.float64)
     if grads.dbias is None:
         return
     places = tuple(slice(None) if size == 1 else place for size, place in zip(grads.dbias.shape, (b, hq, i, j), strict=True))

@@ -86,9 +86,9 @@ def query_heads(problem: Problem, h: slice) -> slice:
 
 def rows_of(t: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """A block of a tensor (B, HQ, M, any) as (b · h, group · rows, any)."""
-    part = t[block.b, block.hq, block.i]
-    batches = part.shape[0] * (block.h.stop - block.h.start)
-    return part.reshape(batches, -1, part.shape[-1]).to(dtype)
+    part, heads = t[block.b, block.hq, block.i], block.h.stop - block.h.start
+    batch, query_heads, rows, features = part.shape
+    return part.reshape(batch * heads, query_heads // heads * rows, features).to(dtype)
 
 
 def keys_of(t: Tensor, b: slice, h: slice, dtype: torch.dtype) -> Tensor:
@@ -155,7 +155,7 @@ def scores(problem: Problem, q: Tensor, k: Tensor, block: Block, room: Tensor, p
     width = width_of(problem, block.j)
     whole = room[: batches * rows * width].view(batches, rows, width)
     product, tile = whole[..., :keys], four(whole, block)[..., :keys]
-    product.baddbmm_(q, k.mT, beta=0, alpha=scale_of(problem))
+    torch.bmm(q, k.mT, out=product).mul_(scale_of(problem))
     pulls: list[Pull] = []
     if cap is not None or extras.score is not None:
         hide(problem, tile, block, places, 0.0)
