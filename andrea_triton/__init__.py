@@ -2,6 +2,7 @@
 
 from .cache import KVCache, PagedKVCache
 from .decode import decode_attention
+from .dropout import dropout_mask
 from .errors import AndreaError, CompileError, DTypeError, ShapeError, UnsupportedError
 from .functional import (
     Explanation,
@@ -12,7 +13,6 @@ from .functional import (
     merge_attention,
     varlen_attention,
 )
-from .reference import dropout_mask
 from .sdpa import scaled_dot_product_attention
 from .spec import Mask, Score
 

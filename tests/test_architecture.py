@@ -27,14 +27,15 @@ PLAN = f"{HOST} kernels launch.cards launch.configs launch.descriptors"
 # Room -> what it may import beside the standard library. A name stands for itself and for what is inside it; a file
 # without an entry of its own belongs to its folder's.
 MAY_IMPORT = {
-    "__init__": f"{PURE} reference functional sdpa cache decode",
+    "__init__": f"{PURE} dropout functional sdpa cache decode",
     "errors": "",
     "spec": "errors",
     "memory": "",
     "kinds": "errors torch",
     "checks": f"{PURE} kinds torch",
     "problem": f"{PURE} checks torch",
-    "reference": f"{PURE} problem torch",
+    "dropout": "torch",
+    "reference": f"{PURE} problem dropout torch",
     "target": "errors torch",
     "kernels.__init__": "",
     "kernels.numerics": "triton",
@@ -64,7 +65,7 @@ MAY_IMPORT = {
     "launch.run": f"{PLAN} memory launch.plan launch.interpreter launch.start",
     "launch.tune": f"{PLAN} triton launch",
     "launch.report": f"{PLAN} triton launch",
-    "cpu": f"{PURE} problem reference torch cpu",
+    "cpu": f"{PURE} problem dropout reference torch cpu",
     "backends": f"{HOST} reference cpu",
     "flops": "torch",
     "ops": f"{HOST} reference cpu backends flops",
@@ -79,7 +80,7 @@ MAY_IMPORT = {
     "nn": f"{PURE} torch functional cache decode nn",
     "distributed": f"{HOST} functional backends ops nn distributed",
     "integrations": f"{PURE} torch functional sdpa cache decode integrations",
-    "integrations.flash_attn.probabilities": "torch functional reference integrations",
+    "integrations.flash_attn.probabilities": "torch dropout functional reference integrations",
     "integrations.flash_attn.lowlevel": f"{HOST} functional backends integrations",
     "testing": f"{PURE} problem reference torch testing",
 }

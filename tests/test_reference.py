@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from andrea_triton.dropout import dropout_mask, philox
 from andrea_triton.errors import UnsupportedError
 from andrea_triton.problem import Problem, make_problem
-from andrea_triton.reference import dropout_mask, philox, reference, statistics, weights
+from andrea_triton.reference import reference, statistics, weights
 from andrea_triton.spec import Mask, Score, make_spec
 
 INF = float("inf")

@@ -1,8 +1,8 @@
-"""The torch backend: attention on the CPU, or on any device, in PyTorch's own operations and in memory that grows with the length.
+"""The torch backend: attention on the CPU, or on any device, in PyTorch's own operations, in memory that grows with the length.
 
 Whatever the way, sums and exponentials are in fp32 (fp64 for fp64). PyTorch's fused attention is taken where it says what is
 asked (fused.py), and blocks of rows everywhere else (blocked.py). Its fused backward takes the weights as exp(s - lse), which
-loses the digits of a large lse: it is taken in fp32 and fp64 where lse is small, and the blocks make the weights anew elsewhere.
+loses the digits of a large lse: it is taken in large calls in fp32 where lse is small; elsewhere the blocks make them anew.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from andrea_triton.cpu import blocked, fused
 from andrea_triton.cpu.blocked import Gradients, statistics
-from andrea_triton.cpu.layout import laid_out, room_like, unexpanded
-from andrea_triton.problem import Problem, accumulator
+from andrea_triton.cpu.layout import laid_out, room_like
+from andrea_triton.problem import Problem
 
-__all__ = ["Gradients", "backward", "forward", "laid_out", "room_like", "statistics", "unexpanded"]
+__all__ = ["Gradients", "backward", "forward", "laid_out", "room_like", "statistics"]
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,9 +44,11 @@ def backward(
     """
     q, k, v, *_ = inputs
     assert q is not None and k is not None and v is not None
-    plain = dlse is None and not (needs[3] or needs[4]) and q.dtype == accumulator(q.dtype)
+    if dlse is not None and not dlse.any():
+        dlse = None  # a graph fills in zeros where eager says None; both shall give the same bits
+    plain = dlse is None and not (needs[3] or needs[4]) and any(needs)
     with torch.no_grad():
-        if plain and fused.fused(problem, q, k) and fused.near(lse):
+        if plain and fused.expressible(problem) and fused.near(problem, lse) and fused.fused(problem, q, k):
             found = list(fused.backward(problem, q, k, v, out, lse, dout))
             results: list[Tensor | None] = []
             for t, need in zip((q, k, v), needs, strict=False):

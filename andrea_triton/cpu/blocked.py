@@ -7,14 +7,29 @@ Source: arXiv 2205.14135, section B.4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from andrea_triton.cpu.layout import room_like
-from andrea_triton.cpu.tile import INF, Block, closed, four, kept, keys_of, query_heads, rows_of, scale_of, scores, shares, spans
+from andrea_triton.cpu.tile import (
+    INF,
+    Block,
+    closed,
+    four,
+    grid,
+    here,
+    kept,
+    keys_of,
+    query_heads,
+    room_for,
+    rows_of,
+    scale_of,
+    scores,
+    shares,
+    spans,
+)  # fmt: skip
 from andrea_triton.problem import Problem, accumulator
 from andrea_triton.reference import one_segment, segments
 
@@ -45,16 +60,6 @@ def parts(problem: Problem) -> list[Part]:
     return [Part(own, batch, queries, keys) for batch, own, queries, keys in segments(problem)]
 
 
-def room_for(problem: Problem, count: int) -> list[Tensor]:
-    """Memory for `count` tiles, each large enough for any block of the problem."""
-    pieces, most = spans(problem), 0
-    for b, h in shares(problem, pieces):
-        rows = (b.stop - b.start) * (h.stop - h.start) * problem.group
-        widest = max(((i.stop - i.start) * (j.stop - j.start + 1) for i, j in pieces), default=0)
-        most = max(most, rows * widest)
-    return [torch.empty(most, dtype=accumulator(problem.dtype), device=problem.device) for _ in range(count)]
-
-
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse), no gradient: shapes and dtypes as reference(), out in the memory order of q."""
     out, rows = room_like(q, problem.DV, problem.packed), q.shape[:-1]
@@ -70,14 +75,15 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 def dense_forward(problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """Write out (zero so far) and lse (-inf so far) of a dense problem."""
-    acc, pieces = lse.dtype, spans(problem)
-    (room,) = room_for(problem, 1)
+    acc, pieces, whole = lse.dtype, spans(problem), grid(problem, first)
+    (room,) = room_for(problem, pieces, 1)
     for b, h in shares(problem, pieces):
         hq = query_heads(problem, h)
         k_all, v_all, shut = keys_of(k, b, h, acc), keys_of(v, b, h, acc), closed(problem, hq)
         for i, j in pieces:
             block = Block(b, h, hq, i, j)
-            tile, _ = scores(problem, rows_of(q, block, acc), k_all[:, j], block, room, first, False)
+            places = here(whole, block)
+            tile, _ = scores(problem, rows_of(q, block, acc), k_all[:, j], block, room, places, False)
             pivot = tile.amax(-1, keepdim=True)
             pivot.masked_fill_(pivot == -INF, 0.0)
             p = tile.sub_(pivot).exp_()
@@ -88,7 +94,7 @@ def dense_forward(problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor,
             if shut is not None:
                 four(found, block).masked_fill_(shut[..., None], INF)
             lse[b, hq, i] = four(found, block)[..., 0]
-            p, keep = p[..., : j.stop - j.start], kept(problem, block, first)
+            p, keep = p[..., : j.stop - j.start], kept(problem, places)
             if keep is not None:
                 four(p, block).mul_(keep)
                 total *= 1.0 - problem.spec.dropout_p
@@ -96,17 +102,16 @@ def dense_forward(problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor,
             out[b, hq, i] = four(product, block).to(out.dtype)
 
 
-@dataclass
-class Grads:
-    """What the backward writes; None where nobody asks. dq, dk, dv of a dense problem; the others of the whole call, in the
-    dtype of sums."""
+class Grads(NamedTuple):
+    """What the backward writes; None where nobody asks. dq, dk, dv of a dense problem; dbias and dsinks of the whole call, the
+    latter in fp64; and which rows, (B, HQ, M, 1), no key has a part in."""
 
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    dbias: Tensor | None = None
-    dsinks: Tensor | None = None
-    empty: Tensor = field(default_factory=lambda: torch.empty(0))
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dbias: Tensor | None
+    dsinks: Tensor | None
+    empty: Tensor
 
     @property
     def of_scores(self) -> bool:
@@ -129,14 +134,14 @@ def backward(
     results = [room_like(t, t.shape[-1], problem.packed).zero_() if n else None for t, n in zip((q, k, v), needs, strict=False)]
     shape = None if bias is None or not needs[3] else (1,) * (4 - bias.dim()) + tuple(bias.shape)
     dbias = None if shape is None else torch.zeros(shape, dtype=acc, device=device)
-    dsinks = None if sinks is None or not needs[4] else torch.zeros(sinks.shape, dtype=acc, device=device)
+    dsinks = None if sinks is None or not needs[4] else torch.zeros(sinks.shape, dtype=torch.float64, device=device)
     for part in parts(problem):
         own, of = part.problem, part.of
+        empty, shut = part.row_values(lse) == -INF, closed(own, slice(None))
+        empty = empty if shut is None else empty | shut[..., None]
         places = (part.rows, part.keys, part.keys)
-        grads = Grads(*(None if t is None else of(t, r) for t, r in zip(results, places, strict=True)), dbias, dsinks)
-        grads.empty = part.row_values(lse) == -INF
-        if (shut := closed(own, slice(None))) is not None:
-            grads.empty = grads.empty | shut[..., None]
+        dq, dk, dv = (None if t is None else of(t, r) for t, r in zip(results, places, strict=True))
+        grads = Grads(dq, dk, dv, dbias, dsinks, empty)
         views = of(q, part.rows), of(k, part.keys), of(v, part.keys), of(dout, part.rows)
         dense_backward(own, part.first_batch, *views, None if dlse is None else part.row_values(dlse), grads)
     dbias = None if dbias is None or bias is None else dbias.view(bias.shape).to(bias.dtype)
@@ -147,8 +152,9 @@ def dense_backward(
     problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, grads: Grads
 ) -> None:
     """Fill grads of a dense problem."""
-    acc, pieces, some_empty = accumulator(problem.dtype), spans(problem), bool(grads.empty.any())
-    room, room_dp = room_for(problem, 2)
+    acc, pieces, whole, scale = accumulator(problem.dtype), spans(problem), grid(problem, first), scale_of(problem)
+    some_empty, share = bool(grads.empty.any()), 1.0 / (1.0 - problem.spec.dropout_p)
+    room, room_dp = room_for(problem, pieces, 2)
     for b, h in shares(problem, pieces):
         hq = query_heads(problem, h)
         k_all, v_all = keys_of(k, b, h, acc), keys_of(v, b, h, acc)
@@ -156,37 +162,43 @@ def dense_backward(
         dv_all = None if grads.dv is None else torch.zeros_like(v_all)
         for i, j in pieces:
             block = Block(b, h, hq, i, j)
-            keys, q_tile, do_tile = j.stop - j.start, rows_of(q, block, acc), rows_of(dout, block, acc)
-            tile, pull = scores(problem, q_tile, k_all[:, j], block, room, first, grads.of_scores)
+            places, keys = here(whole, block), j.stop - j.start
+            q_tile, do_tile = rows_of(q, block, acc), rows_of(dout, block, acc)
+            tile, pull = scores(problem, q_tile, k_all[:, j], block, room, places, grads.of_scores)
             p = torch.softmax(tile, -1, out=tile)
             if some_empty:
                 p.masked_fill_(rows_of(grads.empty, block, torch.bool), 0.0)
-            keep, share = kept(problem, block, first), 1.0 / (1.0 - problem.spec.dropout_p)
+            keep = kept(problem, places)
             if dv_all is not None:
                 used = p[..., :keys] if keep is None else (four(p[..., :keys], block) * keep).view(p.shape[0], -1, keys)
                 dv_all[:, j].baddbmm_(used.mT, do_tile, alpha=share)
             if not grads.of_scores:
                 continue
-            ds = room_dp[: p.numel()].view(p.shape)
-            ds[..., :keys].baddbmm_(do_tile, v_all[:, j].mT, beta=0, alpha=share)
+            dp = room_dp[: p.numel()].view(p.shape)
+            torch.bmm(do_tile, v_all[:, j].mT, out=dp[..., :keys])
             if keep is not None:
-                four(ds[..., :keys], block).mul_(keep)
-            ds[..., keys:] = 0.0
-            torch.ops.aten._softmax_backward_data.out(ds, p, -1, acc, grad_input=ds)
-            if dlse is not None:
-                ds.addcmul_(p, rows_of(dlse, block, acc))
+                four(dp[..., :keys], block).mul_(keep).mul_(share)
+            ds = softmax_backward(p, dp, keys, None if dlse is None else rows_of(dlse, block, acc))
             add_terms(grads, block, four(ds, block), dlse)
             ds = ds[..., :keys]
             if pull is not None:
                 pull(four(ds, block))
+            ds.mul_(scale)
             if grads.dq is not None:
-                product = torch.baddbmm(q_tile, ds, k_all[:, j], beta=0, alpha=scale_of(problem))
-                grads.dq[b, hq, i] = four(product, block).to(grads.dq.dtype)
+                grads.dq[b, hq, i] = four(torch.bmm(ds, k_all[:, j]), block)
             if dk_all is not None:
-                dk_all[:, j].baddbmm_(ds.mT, q_tile, alpha=scale_of(problem))
+                dk_all[:, j].baddbmm_(ds.mT, q_tile)
         for result, summed in ((grads.dk, dk_all), (grads.dv, dv_all)):
             if result is not None and summed is not None:
-                result[b, h] = summed.view(result[b, h].shape).to(result.dtype)
+                result[b, h] = summed.view(result[b, h].shape)
+
+
+def softmax_backward(p: Tensor, dp: Tensor, keys: int, dlse: Tensor | None) -> Tensor:
+    """p (dp - Σ p dp + dlse), written over dp; the column of a sink, after the keys, has dp = 0."""
+    if keys < p.shape[-1]:
+        dp[..., keys:] = 0.0
+    ds: Tensor = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
+    return ds if dlse is None else ds.addcmul_(p, dlse)
 
 
 def add_terms(grads: Grads, block: Block, ds: Tensor, dlse: Tensor | None) -> None:
@@ -194,7 +206,7 @@ def add_terms(grads: Grads, block: Block, ds: Tensor, dlse: Tensor | None) -> No
     b, _, hq, i, j = block
     keys = j.stop - j.start
     if grads.dsinks is not None:
-        grads.dsinks[hq] += ds[..., keys].sum((0, 2))
+        grads.dsinks[hq] += ds[..., keys].sum((0, 2), dtype=torch.float64)
     if grads.dbias is None:
         return
     places = tuple(slice(None) if size == 1 else place for size, place in zip(grads.dbias.shape, (b, hq, i, j), strict=True))
@@ -216,13 +228,14 @@ def statistics(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     peak, entropy = (torch.full(shape, value, dtype=acc, device=problem.device) for value in (-INF, 0.0))
     for part in parts(problem):
         own, results = part.problem, [part.row_values(t) for t in (peak, entropy)]
-        q_part, k_part, (room,) = part.of(q, part.rows), part.of(k, part.keys), room_for(own, 1)
-        pieces = [(i, j) for i, j in spans(own) if j.start < j.stop]
+        q_part, k_part = part.of(q, part.rows), part.of(k, part.keys)
+        pieces, whole = [(i, j) for i, j in spans(own) if j.start < j.stop], grid(own, part.first_batch)
+        (room,) = room_for(own, pieces, 1)
         for b, h in shares(own, pieces):
             k_all, hq = keys_of(k_part, b, h, acc), query_heads(own, h)
             for i, j in pieces:
                 block = Block(b, h, hq, i, j)
-                tile, _ = scores(own, rows_of(q_part, block, acc), k_all[:, j], block, room, part.first_batch, False)
+                tile, _ = scores(own, rows_of(q_part, block, acc), k_all[:, j], block, room, here(whole, block), False)
                 top = tile[..., : j.stop - j.start].amax(-1, keepdim=True)
                 p = torch.softmax(tile, -1, out=tile)[..., : j.stop - j.start]
                 found = torch.special.entr(p).sum(-1, keepdim=True).masked_fill_(top == -INF, 0.0)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from andrea_triton.cpu.layout import room_like, unexpanded, unit_stride
-from andrea_triton.problem import Extras, Problem, accumulator
+from andrea_triton.cpu.layout import room_like, unit_stride
+from andrea_triton.problem import Extras, Problem, accumulator, unexpanded
 from andrea_triton.spec import AttentionSpec
 
 LARGEST_BIAS = 2.0**14  # beyond it lse in fp32 no longer resolves the logarithm of the row sum
@@ -104,7 +104,7 @@ def part_of(mask: Tensor | None, b: slice, hq: slice) -> Tensor | None:
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem that fused() accepts. In 16 bits PyTorch takes an exponential of five digits, no faster than fp32."""
+    """(out, lse) of a problem that fused() accepts, in fp32: in 16 bits PyTorch's exponential has five digits, no faster."""
     mask, is_causal, acc = mask_of(problem), bool(causal(problem)), accumulator(q.dtype)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = room_like(q, problem.DV, False), q.new_empty(q.shape[:3], dtype=acc)
@@ -120,18 +120,22 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     return out, lse if seen is None else lse.masked_fill(~seen.any(-1), -INF)
 
 
-def near(lse: Tensor) -> bool:
+def near(problem: Problem, lse: Tensor) -> bool:
     """Whether weights taken as exp(s - lse), as PyTorch's fused backward does, are as exact as the accuracy rule asks.
 
-    lse, of magnitude L, is off by up to half a unit, L eps / 2, and with it all weights of its row by that factor. Rows
-    without keys do not count.
+    lse, of magnitude L, is off by up to half a unit, L eps / 2, and s by as much wherever a product of other blocks rounds it
+    otherwise than the forward's did; all weights of a row are off by that factor, where a softmax made anew adds up to 1. In
+    products of 64 and more features eager's own rounding of s hides that of a moderate lse, and in a large call no lucky draw
+    makes eager look better; for the rest nothing is gained. Rows without keys do not count.
     """
+    if problem.dtype != torch.float32 or problem.D < 64 or min(problem.M, problem.N) < 256:
+        return False
     low, high = torch.aminmax(lse.masked_fill(lse == -INF, 0.0))
     return max(-low.item(), high.item()) <= LARGEST_LSE
 
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """dq, dk, dv, in fp32 or fp64, of a problem that fused() accepts, whose lse is near().
+    """dq, dk, dv, of a problem that fused() accepts and near() too.
 
     Rows of one key would get a gradient of rounding in the place of 0. With lse = inf their weights are 0; so are those of
     rows without keys; what a row of one key owes to dv is added by itself.

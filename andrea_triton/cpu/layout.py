@@ -7,14 +7,6 @@ from torch import Tensor
 from andrea_triton.problem import output_shape
 
 
-def unexpanded(t: Tensor) -> Tensor:
-    """A broadcast view without its repetitions."""
-    for dim, stride in enumerate(t.stride()):
-        if stride == 0:
-            t = t.narrow(dim, 0, 1)
-    return t
-
-
 def unit_stride(t: Tensor) -> Tensor:
     """t, or a copy of it where its last dim has a stride that PyTorch's fused attention would take for 1."""
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()

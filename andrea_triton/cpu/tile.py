@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from andrea_triton.problem import Problem
-from andrea_triton.reference import Grid, kept_weights, torch_twin
+from andrea_triton.dropout import kept_weights
+from andrea_triton.problem import Problem, accumulator
+from andrea_triton.reference import Grid, torch_twin
 
 ROWS = 128  # of a tile: query rows times the query heads of a key head
-TILE = 2**18  # scores that a tile holds, unless the rows of one key head have more
+TILE = 2**19  # scores that a tile holds, unless the rows of one key head have more
 INF = float("inf")
 
 
@@ -30,7 +31,7 @@ Pull = Callable[[Tensor], Tensor]
 
 
 class Scores(NamedTuple):
-    """A tile (b · h, group · rows, keys, and one more column for a sink), and what brings a gradient of it back to scale · q·k."""
+    """A tile (b · h, group · rows, keys, and a column for a sink), and what brings a gradient of it back to scale · q·k."""
 
     tile: Tensor
     pull: Pull | None
@@ -39,8 +40,11 @@ class Scores(NamedTuple):
 def spans(problem: Problem) -> list[tuple[slice, slice]]:
     """Blocks of rows and the keys that these see; rows that see none are in no block, unless they have a sink."""
     left, right = problem.band()
-    found = []
+    seen = problem.N if left is None or right is None else min(problem.N, left + right + ROWS)
     rows = max(1, ROWS // problem.group)
+    while rows > 32 and 2 * rows * problem.group * seen > TILE:  # two heads, for two threads
+        rows //= 2
+    found = []
     for first in range(0, problem.M, rows):
         end = min(first + rows, problem.M)
         low = 0 if left is None else max(0, problem.q_start + first - left)
@@ -50,14 +54,30 @@ def spans(problem: Problem) -> list[tuple[slice, slice]]:
     return found
 
 
+def width_of(problem: Problem, j: slice) -> int:
+    """Columns of a tile: its keys, and a sink."""
+    return j.stop - j.start + (problem.extras.sinks is not None)
+
+
 def shares(problem: Problem, pieces: list[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
-    """Batch entries and key heads to be worked on at a time, such that no tile has many more than TILE scores."""
-    largest = max(((i.stop - i.start) * (j.stop - j.start + 1) for i, j in pieces), default=1)
-    heads = max(1, TILE // (largest * problem.group))
+    """Batch entries and key heads to be worked on at a time, such that no tile has more than TILE scores if it can be helped."""
+    heads = max(1, TILE // (largest(problem, pieces) * problem.group))
     entries = max(1, heads // max(1, problem.HKV))
     for b in range(0, problem.B, entries):
         for h in range(0, problem.HKV, heads):
             yield slice(b, min(b + entries, problem.B)), slice(h, min(h + heads, problem.HKV))
+
+
+def largest(problem: Problem, pieces: list[tuple[slice, slice]]) -> int:
+    """Most scores of a block of rows of one query head."""
+    return max(((i.stop - i.start) * width_of(problem, j) for i, j in pieces), default=1)
+
+
+def room_for(problem: Problem, pieces: list[tuple[slice, slice]], count: int) -> list[Tensor]:
+    """Memory for `count` tiles, each large enough for any block of the problem."""
+    heads = max(((b.stop - b.start) * (h.stop - h.start) for b, h in shares(problem, pieces)), default=0)
+    size = heads * problem.group * largest(problem, pieces)
+    return [torch.empty(size, dtype=accumulator(problem.dtype), device=problem.device) for _ in range(count)]
 
 
 def query_heads(problem: Problem, h: slice) -> slice:
@@ -67,10 +87,9 @@ def query_heads(problem: Problem, h: slice) -> slice:
 
 def rows_of(t: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """A block of a tensor (B, HQ, M, any) as (b · h, group · rows, any)."""
-    part = t[block.b, block.hq, block.i]
-    batch, heads, rows, features = part.shape
-    kv_heads = block.h.stop - block.h.start
-    return part.reshape(batch * kv_heads, heads // kv_heads * rows, features).to(dtype)
+    part, heads = t[block.b, block.hq, block.i], block.h.stop - block.h.start
+    batch, query_heads, rows, features = part.shape
+    return part.reshape(batch * heads, query_heads // heads * rows, features).to(dtype)
 
 
 def keys_of(t: Tensor, b: slice, h: slice, dtype: torch.dtype) -> Tensor:
@@ -83,15 +102,21 @@ def four(t: Tensor, block: Block) -> Tensor:
     return t.view(block.b.stop - block.b.start, block.hq.stop - block.hq.start, block.i.stop - block.i.start, t.shape[-1])
 
 
-def grid(problem: Problem, block: Block, first_batch: int) -> Grid:
-    """The four indices of a block; first_batch is the index of batch entry 0."""
+def grid(problem: Problem, first_batch: int) -> Grid:
+    """The four indices of a dense problem; first_batch is the index of batch entry 0."""
     device = problem.device
     return Grid(
-        torch.arange(first_batch + block.b.start, first_batch + block.b.stop, device=device).view(-1, 1, 1, 1),
-        torch.arange(block.hq.start, block.hq.stop, device=device).view(1, -1, 1, 1),
-        torch.arange(block.i.start, block.i.stop, device=device).view(1, 1, -1, 1) + problem.q_start,
-        torch.arange(block.j.start, block.j.stop, device=device).view(1, 1, 1, -1),
+        torch.arange(first_batch, first_batch + problem.B, device=device).view(-1, 1, 1, 1),
+        torch.arange(problem.HQ, device=device).view(1, -1, 1, 1),
+        torch.arange(problem.q_start, problem.q_start + problem.M, device=device).view(1, 1, -1, 1),
+        torch.arange(problem.N, device=device).view(1, 1, 1, -1),
     )
+
+
+def here(whole: Grid, block: Block) -> Grid:
+    """The four indices of a block."""
+    b, _, hq, i, j = block
+    return Grid(whole.batch[b], whole.head[:, hq], whole.q_pos[:, :, i], whole.k_pos[..., j])
 
 
 def hide(problem: Problem, tile: Tensor, block: Block, places: Grid, value: float) -> None:
@@ -113,7 +138,7 @@ def hide(problem: Problem, tile: Tensor, block: Block, places: Grid, value: floa
         tile.masked_fill_(~seen, value)
 
 
-def scores(problem: Problem, q: Tensor, k: Tensor, block: Block, room: Tensor, first_batch: int, learn: bool) -> Scores:
+def scores(problem: Problem, q: Tensor, k: Tensor, block: Block, room: Tensor, places: Grid, learn: bool) -> Scores:
     """The scores of a block, -inf where hidden, the sinks in one more column.
 
     A hidden score is 0 before anything curved is made of it, so that a NaN in a hidden key goes nowhere.
@@ -124,15 +149,15 @@ def scores(problem: Problem, q: Tensor, k: Tensor, block: Block, room: Tensor, f
         k: (b · h, keys, D), the block's, likewise.
         block: the place.
         room: memory for the tile, one dim.
-        first_batch: index of batch entry 0.
+        places: the indices of the block.
         learn: whether gradients will come.
     """
     extras, cap, (batches, rows, _), keys = problem.extras, problem.spec.softcap, q.shape, k.shape[1]
-    width = keys + (extras.sinks is not None)
+    width = width_of(problem, block.j)
     whole = room[: batches * rows * width].view(batches, rows, width)
     product, tile = whole[..., :keys], four(whole, block)[..., :keys]
-    product.baddbmm_(q, k.mT, beta=0, alpha=scale_of(problem))
-    places, pulls = grid(problem, block, first_batch), list[Pull]()
+    torch.bmm(q, k.mT, out=product).mul_(scale_of(problem))
+    pulls: list[Pull] = []
     if cap is not None or extras.score is not None:
         hide(problem, tile, block, places, 0.0)
     if cap is not None:
@@ -184,12 +209,11 @@ def user_score(problem: Problem, tile: Tensor, places: Grid, learn: bool) -> lis
     return [pull]
 
 
-def kept(problem: Problem, block: Block, first_batch: int) -> Tensor | None:
+def kept(problem: Problem, places: Grid) -> Tensor | None:
     """Which weights of a block a dropout keeps, (b, query heads, rows, keys); None without one."""
     p, seed = problem.spec.dropout_p, problem.extras.seed
     if p == 0.0 or seed is None:
         return None
-    places = grid(problem, block, first_batch)
     row_of_heads = places.batch * problem.HQ + places.head
     return kept_weights(seed, p, row_of_heads, places.q_pos, places.k_pos)
 

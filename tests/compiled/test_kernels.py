@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import andrea_triton
+from andrea_triton.dropout import dropout_mask
 from andrea_triton.launch.configs import Config
 from andrea_triton.problem import make_problem
-from andrea_triton.reference import dropout_mask, statistics
+from andrea_triton.reference import statistics
 from andrea_triton.spec import make_spec
 from andrea_triton.testing import Case, Inputs, assert_accurate, attend_reference, cast, check, make_inputs, run
 from tests.compiled import calls

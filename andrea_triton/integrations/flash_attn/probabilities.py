@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...dropout import dropout_mask
 from ...functional import attention_weights
-from ...reference import dropout_mask
 from ..lent_cache import Settings
 
 
