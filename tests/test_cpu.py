@@ -250,10 +250,3 @@ def test_masks_keep_the_shape_that_broadcasting_leaves() -> None:
     assert fused.mask_of(problem_of(q, k, v)) is None
     assert fused.causal(problem_of(q, k, v, causal=True, q_start=0)) is True
     assert fused.causal(problem_of(q, k, v, window=12)) is False and fused.causal(problem_of(q, k, v, window=3)) is None
-
-
-def test_unexpanded_undoes_expand() -> None:
-    x = torch.randn(1, 3, 1, 5)
-    assert cpu.unexpanded(x.expand(2, 3, 4, 5)).shape == (1, 3, 1, 5)
-    assert cpu.unexpanded(x.expand(2, 3, 4, 5)).data_ptr() == x.data_ptr()
-    assert cpu.unexpanded(x) is not None and torch.equal(cpu.unexpanded(x), x)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from andrea_triton.errors import AndreaError, DTypeError, ShapeError, UnsupportedError
-from andrea_triton.problem import Problem, make_problem
+from andrea_triton.problem import Problem, make_problem, unexpanded
 from andrea_triton.spec import AttentionSpec, Mask, Score, make_spec
 
 FULL = AttentionSpec()
@@ -294,3 +294,11 @@ def test_packed_tensors_of_the_dense_rank() -> None:
     starts = torch.tensor([0, 2])
     with pytest.raises(ShapeError, match=r"q has shape \(2, 4, 5, 8\); wanted \(total, H, D\); pass all of q, k, v packed"):
         make_problem(Q, K, V, FULL, cu_seqlens_q=starts, cu_seqlens_k=starts, max_q=2, max_k=2)
+
+
+def test_unexpanded_undoes_expand() -> None:
+    x = torch.randn(1, 3, 1, 5)
+    assert unexpanded(x.expand(2, 3, 4, 5)).shape == (1, 3, 1, 5)
+    assert unexpanded(x.expand(2, 3, 4, 5)).data_ptr() == x.data_ptr()
+    assert torch.equal(unexpanded(x), x)
+    assert unexpanded(x[:0].expand(0, 3, 4, 5)).shape == (0, 3, 1, 5)  # no repetition to take of nothing
