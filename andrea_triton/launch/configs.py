@@ -90,6 +90,7 @@ SPECIAL = {
     ("forward", "ada", "dropout"): {64: H(128, 32)},
     ("dkdv", "ampere", "dropout"): {64: C(16, 128)},
     ("dkdv", "ada", "dropout"): {64: C(16, 128)},
+    ("dkdv", "ampere", "grouped"): {64: H(16, 128)},
     ("dkdv", "hopper", "dropout"): {64: C(64, 64, 4, 1)},
     ("dkdv", "ampere", "terms"): {64: C(16, 128)},
     ("dkdv", "ada", "terms"): {64: C(16, 128)},
@@ -124,9 +125,11 @@ SPECIAL = {
 HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forward", "dkdv", "dq")})
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and neither ALiBi nor
-# sinks. window: keys end on the left. dropout: with random numbers. terms: softcap, the caller's score or mask. matrix: a bias or
-# mask that is read element by element. ieee, tf32: fp32, by how it is multiplied.
-KINDS = ("plain", "causal", "window", "dropout", "terms", "matrix", "ieee", "tf32")
+# sinks; grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. dropout: with random numbers.
+# terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32, by how it
+# is multiplied.
+KINDS = ("plain", "causal", "grouped", "window", "dropout", "terms", "matrix", "ieee", "tf32")
+SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32")  # the kinds that take what tune.use gives
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
 SMALLEST = Config(16, 16, 4, 1)
@@ -172,7 +175,7 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int, 
         return (DELTA,)
     if target == "interpreter":
         return (_interpreter(M, N),)
-    found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in ("plain", "causal", "ieee", "tf32") else None
+    found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in SEARCHED else None
     first = found or _first(SAME_TILES.get(kernel, kernel), family(target), bucket(D), itemsize, kind)
     result = [first]
     while result[-1] != SMALLEST:
