@@ -51,29 +51,32 @@ def H(BLOCK_M: int, BLOCK_N: int, num_warps: int = 4, num_stages: int = 2) -> Co
 
 # (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Counted with launch/report.py (Triton 3.9, bf16, causal): no
 # spill in a main loop for head dims 32, 64 and 128 on ampere, ada and hopper, two programs on a multiprocessor where the
-# registers allow it. Turing has no bf16 products and Triton gives it none for fp16 either: small tiles, plain arithmetic.
+# registers allow it. At head dim 64 ampere, ada and hopper were chosen by a simulation of the compiled code clock by clock, on
+# Triton 3.6 and 3.9, lengths 1k and 8k: counts are blind to the latency that stages and more, smaller programs hide. The other
+# head dims were chosen by counts. Turing has no bf16 products and Triton gives it none for fp16 either: small tiles, plain
+# arithmetic.
 HALF = {
     ("forward", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32), 256: C(32, 32, 4, 1)},
     ("forward", "turing"): {32: C(32, 32, 4, 1), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1), 256: C(16, 32, 8, 1)},
     ("forward", "ampere"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8, 2, True), 256: C(64, 32, 8)},
-    ("forward", "ada"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32, 8, 2, True), 256: C(64, 32, 8)},
-    ("forward", "hopper"): {32: C(64, 128), 64: C(64, 128), 128: C(128, 64, 8, 1), 256: C(64, 64, 8)},
+    ("forward", "ada"): {32: C(128, 64), 64: C(64, 32, 4, 3), 128: C(128, 32, 8, 2, True), 256: C(64, 32, 8)},
+    ("forward", "hopper"): {32: C(64, 128), 64: C(64, 64), 128: C(128, 64, 8, 1), 256: C(64, 64, 8)},
     ("forward", "blackwell"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8), 256: C(128, 32, 8)},
     ("forward", "cdna"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32), 256: C(64, 32)},
     ("forward", "rdna"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1), 128: C(64, 16, 8, 1), 256: C(32, 16, 8, 1)},
     ("dkdv", "generic"): {32: C(32, 64), 64: C(32, 64), 128: C(32, 32), 256: C(16, 32, 4, 1)},
     ("dkdv", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
-    ("dkdv", "ampere"): {32: H(32, 128), 64: H(16, 128), 128: H(16, 128, 8), 256: C(32, 32, 8, 1)},
-    ("dkdv", "ada"): {32: H(32, 128), 64: H(16, 128), 128: H(16, 128, 8), 256: C(16, 32, 8, 1)},
-    ("dkdv", "hopper"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(32, 64, 4, 1), 256: C(32, 32, 8, 1)},
+    ("dkdv", "ampere"): {32: H(32, 128), 64: H(32, 64, 4, 4), 128: H(16, 128, 8), 256: C(32, 32, 8, 1)},
+    ("dkdv", "ada"): {32: H(32, 128), 64: H(32, 64, 4, 3), 128: H(16, 128, 8), 256: C(16, 32, 8, 1)},
+    ("dkdv", "hopper"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 3), 128: C(32, 64, 4, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "blackwell"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "cdna"): {32: C(64, 32), 64: C(32, 32), 128: C(32, 32), 256: C(16, 32)},
     ("dkdv", "rdna"): {32: C(16, 64, 4, 1), 64: C(16, 16, 4, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
     ("dq", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16, 4, 1)},
     ("dq", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(32, 16, 8, 1), 256: C(16, 16, 8, 1)},
     ("dq", "ampere"): {32: H(128, 32), 64: H(128, 16), 128: H(128, 32, 8), 256: C(32, 32, 8, 1)},
-    ("dq", "ada"): {32: H(128, 32), 64: H(128, 16), 128: H(128, 16, 8), 256: C(32, 16, 8, 1)},
-    ("dq", "hopper"): {32: C(64, 64), 64: C(128, 64, 8, 1), 128: C(128, 64, 8, 1), 256: C(32, 32, 8, 1)},
+    ("dq", "ada"): {32: H(128, 32), 64: C(64, 32, 4, 3), 128: H(128, 16, 8), 256: C(32, 16, 8, 1)},
+    ("dq", "hopper"): {32: C(64, 64), 64: C(64, 64, 4, 3), 128: C(128, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dq", "blackwell"): {32: C(64, 64), 64: C(64, 64), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dq", "cdna"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16)},
     ("dq", "rdna"): {32: C(64, 32, 8, 1), 64: C(64, 32, 8, 1), 128: C(32, 32, 8, 1), 256: C(16, 16, 8, 1)},
@@ -81,13 +84,14 @@ HALF = {
 # The same, by kind of call, where it needs another tiling: more numbers live at once, or (ieee) plain arithmetic in place of
 # matrix products. Where a kind has no entry here, two-byte calls take the table above, and wider elements smaller tiles of it.
 SPECIAL = {
-    ("forward", "ampere", "causal"): {64: H(128, 64)},
-    ("dq", "ampere", "causal"): {64: H(128, 32)},
+    ("dq", "ampere", "causal"): {64: C(128, 32)},
     ("forward", "ada", "terms"): {64: C(128, 32)},
     ("forward", "ampere", "dropout"): {64: H(128, 32)},
     ("forward", "ada", "dropout"): {64: H(128, 32)},
     ("dkdv", "ampere", "dropout"): {64: C(16, 128)},
     ("dkdv", "ada", "dropout"): {64: C(16, 128)},
+    ("dkdv", "ampere", "grouped"): {64: H(16, 128)},
+    ("dkdv", "hopper", "dropout"): {64: C(64, 64, 4, 1)},
     ("dkdv", "ampere", "terms"): {64: C(16, 128)},
     ("dkdv", "ada", "terms"): {64: C(16, 128)},
     ("forward", "ampere", "matrix"): {64: C(64, 64)},
@@ -95,6 +99,9 @@ SPECIAL = {
     ("forward", "hopper", "matrix"): {64: C(64, 64)},
     ("dkdv", "ampere", "matrix"): {64: C(32, 64, 4, 1)},
     ("dkdv", "ada", "matrix"): {64: C(32, 64, 4, 1)},
+    ("dq", "ada", "dropout"): {64: H(128, 16)},
+    ("dq", "ada", "terms"): {64: H(128, 16)},
+    ("dq", "ada", "matrix"): {64: H(128, 16)},
     ("forward", "ampere", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 4, 1)},
     ("forward", "ada", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 8, 1)},
     ("forward", "hopper", "ieee"): {32: C(64, 32), 64: C(32, 32), 128: C(32, 32, 8, 1)},
@@ -106,20 +113,23 @@ SPECIAL = {
     ("dq", "hopper", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(64, 16, 8, 1)},
     ("forward", "ampere", "tf32"): {64: C(128, 32), 128: C(64, 64, 8, 1)},
     ("forward", "ada", "tf32"): {64: C(128, 32), 128: C(64, 32, 8)},
+    ("forward", "hopper", "tf32"): {64: C(64, 64)},
     ("dkdv", "ampere", "tf32"): {64: C(32, 64), 128: C(32, 32, 4, 1)},
     ("dkdv", "ada", "tf32"): {64: C(32, 32, 2), 128: C(32, 32, 4, 1)},
+    ("dkdv", "hopper", "tf32"): {64: C(32, 64, 4, 1)},
     ("dq", "ampere", "tf32"): {64: C(64, 32)},
     ("dq", "ada", "tf32"): {64: C(64, 32), 128: C(32, 32, 8)},
     ("dq", "hopper", "tf32"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(32, 64, 4, 1)},
 }
-# The consumer cards after ada take its tiles, but for a forward that spilled.
+# The consumer cards after ada take its tiles.
 HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forward", "dkdv", "dq")})
-HALF["forward", "blackwell rtx"] = {**HALF["forward", "ada"], 64: H(128, 32)}
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and neither ALiBi nor
-# sinks. window: keys end on the left. dropout: with random numbers. terms: softcap, the caller's score or mask. matrix: a bias or
-# mask that is read element by element. ieee, tf32: fp32, by how it is multiplied.
-KINDS = ("plain", "causal", "window", "dropout", "terms", "matrix", "ieee", "tf32")
+# sinks; grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. dropout: with random numbers.
+# terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32, by how it
+# is multiplied.
+KINDS = ("plain", "causal", "grouped", "window", "dropout", "terms", "matrix", "ieee", "tf32")
+SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32")  # the kinds that take what tune.use gives
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
 SMALLEST = Config(16, 16, 4, 1)
@@ -165,7 +175,7 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int, 
         return (DELTA,)
     if target == "interpreter":
         return (_interpreter(M, N),)
-    found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in ("plain", "causal", "ieee", "tf32") else None
+    found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in SEARCHED else None
     first = found or _first(SAME_TILES.get(kernel, kernel), family(target), bucket(D), itemsize, kind)
     result = [first]
     while result[-1] != SMALLEST:

@@ -179,6 +179,8 @@ def kind(problem: Problem, precision: str) -> str:
     left, right = problem.band()
     if left is not None:
         return "window"
+    if problem.HQ != problem.HKV and problem.dtype.itemsize == 2:
+        return "grouped"
     bare = extras.slopes is None and extras.sinks is None and problem.dtype.itemsize == 2
     return "causal" if bare and right is not None else "plain"
 

@@ -129,6 +129,14 @@ def test_kinds_of_calls(settings: Any, extras: Any, dtype: torch.dtype, kind: st
     assert plan.kind(make_problem(q, q, q, make_spec(**settings), **extras), "tf32") == kind
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "grouped"), (torch.float32, "tf32"), (torch.float64, "plain")])
+def test_fewer_key_heads_are_a_kind_in_two_bytes(dtype: torch.dtype, kind: str) -> None:
+    q = torch.zeros(1, 4, 8, 16, dtype=dtype)
+    k = q[:, :2]
+    assert plan.kind(make_problem(q, k, k, make_spec(causal=True)), "tf32") == kind
+    assert plan.kind(make_problem(q, k, k, make_spec(window=9)), "tf32") == ("window" if dtype != torch.float32 else "tf32")
+
+
 def test_tiled_changes_tile_and_grid_only() -> None:
     launches, problem = made(ALL)
     for launch in launches:

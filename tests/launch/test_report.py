@@ -266,28 +266,30 @@ def test_no_spill_in_a_main_loop(target: str, D: int) -> None:
 @pytest.mark.slow
 def test_the_forward_at_home_shape_on_sm_80() -> None:
     row = counted("sm_80", 64, "bf16", "causal", 1024)[0]
-    assert row.config == Config(128, 64, 4, 2, True) and row.code is not None
+    assert row.config == Config(128, 64, 4, 2) and row.code is not None
     assert (row.code.spill_loads, row.code.spill_stores) == (0, 0)
     full, _ = row.loops()
-    assert full is not None and full.total <= 612 and full.overlap_tflops >= 311 and full.serial_tflops >= 186
+    assert full is not None and full.total <= 612 and full.overlap_tflops >= 311 and full.serial_tflops >= 173
 
 
 @pytest.mark.parametrize(
     ("target", "overlap", "serial"),
-    [("sm_90", 677, 422), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_80", 222, 136), ("sm_89", 117, 101)))],
+    [("sm_90", 519, 399), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_80", 191, 104), ("sm_89", 117, 87)))],
 )
 def test_the_backward_at_home_shape(target: str, overlap: float, serial: float) -> None:
+    """What the tiles count, held against longer code. Others count better and are slower by the clock: pipes are blind to
+    latency and to how many programs fit."""
     nominal = report.nominal_backward(counted(target, 64, "bf16", "causal", 1024))
     assert nominal is not None and nominal[0] >= overlap and nominal[1] >= serial
 
 
 def test_the_forward_at_home_shape_on_sm_90() -> None:
-    """By tensor descriptors: fewer registers, so three programs on a multiprocessor; and by pointers when asked."""
+    """By tensor descriptors: few registers, so four programs on a multiprocessor."""
     row = counted("sm_90", 64, "bf16", "causal", 1024)[0]
-    assert row.config == Config(64, 128, 4, 2) and row.code is not None
-    assert (row.code.spill_loads, row.code.spill_stores) == (0, 0) and row.code.ctas_per_sm >= 3
+    assert row.config == Config(64, 64, 4, 2) and row.code is not None
+    assert (row.code.spill_loads, row.code.spill_stores) == (0, 0) and row.code.ctas_per_sm >= 4
     full, _ = row.loops()
-    assert full is not None and full.overlap_tflops >= 920 and full.serial_tflops >= 467
+    assert full is not None and full.overlap_tflops >= 807 and full.serial_tflops >= 436
 
 
 def test_descriptors_bring_their_sizes_and_strides() -> None:
