@@ -104,7 +104,7 @@ def test_the_fused_backward_is_right_where_rows_see_one_key_or_none(hidden: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("M", "D", "gain"), [(256, 64, 1.0), (256, 64, 1.6), (384, 128, 1.0), (512, 64, 1.6)])
+@pytest.mark.parametrize(("M", "D", "gain"), [(256, 64, 1.0), (256, 64, 1.6), (384, 64, 1.3), (512, 64, 1.6)])
 def test_the_fused_backward_keeps_the_rule_up_to_its_bound(M: int, D: int, gain: float) -> None:
     """Many draws, the largest lse of some just below the bound."""
     taken = 0
