@@ -12,7 +12,7 @@ from andrea_triton.cpu import fused
 from andrea_triton.problem import Problem, make_problem
 from andrea_triton.reference import reference
 from andrea_triton.spec import make_spec
-from andrea_triton.testing import CASES, Case, assert_accurate, attend_reference, cast, check, make_inputs, run
+from andrea_triton.testing import CASES, Case, Results, assert_accurate, attend_reference, cast, check, make_inputs, run
 
 F32, F64 = torch.float32, torch.float64
 INF = float("inf")
@@ -104,7 +104,7 @@ def test_the_fused_backward_is_right_where_rows_see_one_key_or_none(hidden: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("M", "D", "gain"), [(256, 64, 1.0), (256, 64, 1.6), (384, 128, 1.0), (512, 64, 1.6)])
+@pytest.mark.parametrize(("M", "D", "gain"), [(256, 64, 1.0), (256, 64, 1.6), (384, 64, 1.3), (512, 64, 1.6)])
 def test_the_fused_backward_keeps_the_rule_up_to_its_bound(M: int, D: int, gain: float) -> None:
     """Many draws, the largest lse of some just below the bound."""
     taken = 0
@@ -133,11 +133,22 @@ def test_the_fused_backward_is_taken_for_large_plain_calls_alone(monkeypatch: py
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, F32, F64], ids=lambda x: str(x)[6:])
 @pytest.mark.parametrize("case", [case for case in CASES if case.lengths_q is None], ids=lambda c: c.name)
 def test_gradients_of_out_alone_and_of_lse_alone(case: Case, dtype: torch.dtype) -> None:
-    """What PyTorch's own fused backward misses: peaked rows, where exp(s - lse) has lost its digits, and rows of one key."""
-    for seed in (0, 1, 2):
-        inputs = make_inputs(case, dtype, seed=seed)
-        check(inputs._replace(dlse=None), by_torch, f"{case.name}, out")
-        check(inputs._replace(dout=torch.zeros_like(inputs.dout)), by_torch, f"{case.name}, lse")
+    """What PyTorch's own fused backward misses: peaked rows, where exp(s - lse) has lost its digits, and rows of one key. The
+    draws are judged as one, for among a few numbers eager may be exact by luck."""
+    for name in ("out", "lse"):
+        results: list[tuple[Results, Results, Results]] = []
+        for seed in (0, 1, 2):
+            x = make_inputs(case, dtype, seed=seed)
+            x = x._replace(dlse=None) if name == "out" else x._replace(dout=torch.zeros_like(x.dout))
+            if dtype == F64:
+                check(x, by_torch, f"{case.name}, {name}")
+            else:
+                results.append((run(x, by_torch), run(x, attend_reference), run(cast(x, F64), attend_reference)))
+        for field in Results._fields if results else ():
+            got, eager, exact = ([getattr(draw[i], field) for draw in results] for i in range(3))
+            if got[0] is not None:
+                together = (torch.stack(x) for x in (got, eager, exact))
+                assert_accurate(*together, got[0].dtype, f"{case.name}, {name}: {field}")
 
 
 def by_torch(x: Any) -> Any:
