@@ -39,7 +39,7 @@ def attention(
         q: queries (B, HQ, M, D), fp16, bf16, fp32 or fp64; any strides. (B, M, HQ, D) tensors come as `.transpose(1, 2)`
             views.
         k: keys (B, HKV, N, D), dtype and device of q; HQ is a multiple of HKV.
-        v: values (B, HKV, N, DV). D and DV from 1 to 256.
+        v: values (B, HKV, N, DV). D and DV from 1 to 256; any for backends torch and reference.
         causal: a query sees no key after its own position.
         scale: factor of q·k, any finite number; None means 1/sqrt(D).
         window: W keys, the query's own position included, or inclusive distances (left, right), None for an open side.
