@@ -1,7 +1,7 @@
 """Who sees whom: key position k is visible to query position q when k in [q - left, q + right]. None = open side.
 
 Causal attention is right = 0. To change the mask by position, change `visible` and, so that no block is missed, the spans; and,
-for the same rule elsewhere, key_range in decode.py, reference.py (the definition) and cpu.py."""
+for the same rule elsewhere, key_range in decode.py, reference.py (the definition) and cpu/tile.py."""
 
 from typing import Any, NamedTuple
 
