@@ -16,7 +16,7 @@ from . import cpu, flops
 from .backends import dense_backward, run_backward, run_forward, run_statistics
 from .errors import UnsupportedError
 from .problem import Problem, accumulator, make_problem, unexpanded
-from .reference import reference
+from .reference import reference, wide_reference
 from .spec import AttentionSpec
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -298,8 +298,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view. Forward-mode
     derivatives go through the dense reference: O(M N) memory."""
-    if backend == "reference" or torch.autograd.forward_ad._current_level >= 0:
+    if backend == "reference":
         return reference(problem, q, k, v)
+    if torch.autograd.forward_ad._current_level >= 0:
+        return wide_reference(problem, q, k, v)
     if traced(q) and problem.extras.score is None and problem.extras.mask is None:
         if not torch.compiler.is_compiling():
             flops.announce()

@@ -24,9 +24,10 @@ MODE_TITLES: dict[Mode, str] = {"forward": "forward", "backward": "backward", "b
 # Matrix products of size pairs x D: q k^T and w v; in the backward the scores again, dw, dq, dk, dv.
 PRODUCTS: dict[Mode, int] = {"forward": 2, "backward": 5, "both": 7}
 
-Sweep = Literal["T", "batch", "heads", "dim", "dtype", "window", "gqa"]
+Sweep = Literal["T", "batch", "heads", "dim", "dtype", "window", "gqa", "gain"]
 SWEEP_FIELDS: dict[Sweep, str] = {
     "T": "length", "batch": "batch", "heads": "heads", "dim": "head_dim", "dtype": "dtype", "window": "window", "gqa": "kv_heads",
+    "gain": "gain",
 }  # fmt: skip
 SWEEP_AXES: dict[Sweep, str] = {
     "T": "sequence length T (tokens)",
@@ -36,6 +37,7 @@ SWEEP_AXES: dict[Sweep, str] = {
     "dtype": "dtype",
     "window": "window (keys a query sees)",
     "gqa": "key and value heads",
+    "gain": "factor of queries and keys (30: peaked rows)",
 }
 
 TEXT = Path(__file__).with_name("inferno_canto_1.txt")
@@ -53,6 +55,7 @@ class Case:
         head_dim: width of a head, D.
         batch: sequences; each reads the text from another place.
         window: keys that a query sees, its own included; None means all up to itself.
+        gain: factor of queries and of keys: large, each row's weight is on few keys.
         dtype: name of a torch dtype, such as "float32".
         device: "cpu" or "cuda".
     """
@@ -65,6 +68,7 @@ class Case:
     dtype: str = "float32"
     device: str = "cpu"
     window: int | None = None
+    gain: int = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -112,6 +116,8 @@ def title_of(cases: Sequence[Case], sweep: Sweep) -> str:
     if sweep != "dim":
         parts.append(f"D = {case.head_dim}")
     parts.append("causal" if case.window is None or sweep == "window" else f"causal, window {case.window}")
+    if sweep != "gain" and case.gain != 1:
+        parts.append(f"q and k × {case.gain}")
     return ", ".join(parts if sweep == "dtype" else [*parts, case.dtype])
 
 
@@ -154,7 +160,7 @@ def make_inputs(case: Case) -> Inputs:
         return split.to(case.torch_dtype)
 
     q, k, v = (
-        heads_of(x @ normal(width, heads * case.head_dim) / math.sqrt(width), heads)
-        for heads in (case.heads, case.kv_heads, case.kv_heads)
+        heads_of(x @ normal(width, heads * case.head_dim) * (gain / math.sqrt(width)), heads)
+        for heads, gain in ((case.heads, case.gain), (case.kv_heads, case.gain), (case.kv_heads, 1))
     )
     return Inputs(q, k, v, heads_of(normal(case.batch, case.length, width), case.heads))

@@ -17,6 +17,7 @@ POINTS: dict[Sweep, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "window": (64, 128, 256, 512, None),
     "gqa": (1, 2, 3, 4, 6, 12),
+    "gain": (1, 30),
 }
 TINY_POINTS: dict[Sweep, tuple[Any, ...]] = {
     "T": (64, 128),
@@ -26,6 +27,7 @@ TINY_POINTS: dict[Sweep, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "window": (16, None),
     "gqa": (1, 2),
+    "gain": (1, 30),
 }
 
 

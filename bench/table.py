@@ -83,7 +83,7 @@ def measures_table(records: Sequence[Record]) -> list[str]:
     drawn = [record for record in records if record.kind in ("time", "memory")]
     if not drawn:
         return ["no figures"]
-    head = ("mode", "provider", "time", "spread", "speed-up", "speed", "of matmul", "peak memory", "saving")
+    head = ("mode", "provider", "time", "spread", "speed-up", "of SDPA's speed", "speed", "of matmul", "peak memory", "saving")
     rows: list[tuple[str, ...]] = [(drawn[0].sweep, *head)]
     for point in dict.fromkeys(record.case.at(record.sweep) for record in drawn):
         for mode in modes_of(drawn):
@@ -95,6 +95,7 @@ def measures_rows(records: Sequence[Record], point: int | str, mode: Mode) -> li
     """Rows of one point of the sweep and mode."""
     rows: list[tuple[str, ...]] = []
     base_time, base_memory = (series(records, kind, NAIVE.name, mode).get(point) for kind in ("time", "memory"))
+    sdpa = series(records, "time", "sdpa-flash", mode).get(point)
     for name, label in timed_providers(records).items():
         time, memory = (series(records, kind, name, mode).get(point) for kind in ("time", "memory"))
         if time is None and memory is None:
@@ -106,6 +107,7 @@ def measures_rows(records: Sequence[Record], point: int | str, mode: Mode) -> li
                 label,
                 *((NONE,) * 2 if time is None else (milliseconds(time), spread(time))),
                 ratio(base_time, time),
+                NONE if sdpa is None or time is None else f"{sdpa.median / time.median:.2f}",
                 *((NONE,) * 2 if time is None else (speed(time), share(time, records))),
                 NONE if memory is None else mebibytes(memory),
                 ratio(base_memory, memory),
