@@ -77,7 +77,7 @@ def default_backend(device: torch.device) -> str:
 def reason(device: torch.device) -> str:
     """Why default_backend chooses as it does."""
     if device.type not in ("cuda", "xpu"):
-        return f"{device.type} tensors: PyTorch's fused attention where it says what is asked, else the dense reference"
+        return f"{device.type} tensors: PyTorch's fused attention where it says what is asked, else blocks of rows in PyTorch"
     if not has_triton():
         return "Triton is not installed: pip install triton to get the kernels"
     return f"{device.type} tensors: the Triton kernels"
