@@ -175,7 +175,7 @@ def test_compiled_model_is_the_eager_one(padded: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     wanted, got = (run(given.ids, attention_mask=given.real, use_cache=False).logits for run in (model, compiled))
-    torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(got, wanted)  # not to the bit: PyTorch's CPU kernels round by where tensors lie
 
 
 @pytest.mark.slow
