@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -123,6 +124,8 @@ def _refuse_unknown(others: dict[str, Any]) -> None:
 
 def _collects_weights() -> bool:
     """Whether transformers is listening for the weights of the forward pass under way: many models don't hand that down."""
+    if "transformers" not in sys.modules:
+        return False
     from transformers.utils import output_capturing
 
     collected = output_capturing._active_collector.get()
