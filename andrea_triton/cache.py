@@ -12,6 +12,7 @@ one compile for all lengths; it gives no pages, so `reserve` them before it; `co
 from __future__ import annotations
 
 import copy
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -165,9 +166,13 @@ class Cache(ABC):
                 got = f"rows is a tensor {tuple(rows.shape)} of {rows.dtype}"
                 raise DTypeError(f"{got}; wanted ({self.batch},) of int32 or int64; pass rows.long()")
             rows = rows.tolist()
-        if len(rows) != self.batch or not all(0 <= row <= M for row in rows):
-            raise ShapeError(f"rows is {list(rows)}; wanted {self.batch} numbers from 0 to {M}; None means all {M}")
-        return rows
+        try:
+            counts = [operator.index(row) for row in rows]
+        except TypeError as error:
+            raise DTypeError(f"rows is {rows!r}; wanted {self.batch} integers from 0 to {M}; None means all {M}") from error
+        if len(counts) != self.batch or not all(0 <= row <= M for row in counts):
+            raise ShapeError(f"rows is {counts}; wanted {self.batch} numbers from 0 to {M}; None means all {M}")
+        return counts
 
     def _checked_sequence(self, sequence: int) -> int:
         if not 0 <= sequence < self.batch:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, cpu, target
+from . import backends, cpu, flops, target
 from .cache import Cache, PagedKVCache
 from .checks import may_read
 from .errors import ShapeError, UnsupportedError
-from .functional import attention
+from .functional import attention, cast_alike
 from .ops import each_entry, traced
 from .problem import Problem, accumulator, make_problem
 from .spec import AttentionSpec, Window, make_spec
@@ -70,12 +70,13 @@ def decode_attention(
     target.check_backend(chosen, q.device)
     if splits is not None and splits < 1:
         raise ShapeError(f"splits is {splits}; wanted at least 1; pass None to let the library choose")
-    memory = _memory(cache)
+    memory, sinks = _memory(cache), cast_alike(sinks, q)
     spec = make_spec(causal=causal, scale=scale, window=window, softcap=softcap)
     problem = _problem(q, memory, spec, alibi, sinks, validate)
     blocks = -(-problem.group * problem.M // ROWS_OF_A_PROGRAM)
     parts = _splits(problem.B * problem.HKV * blocks, problem.N) if splits is None else splits
     if traced(q):
+        flops.announce()
         slopes, sinks = (None if x is None else x.detach() for x in (problem.extras.slopes, problem.extras.sinks))
         numbers = (spec.left, spec.right, spec.scale, spec.softcap, parts, chosen)
         out, lse = decode_op(q.detach(), *memory, slopes, sinks, *numbers)

@@ -31,6 +31,8 @@ def announce() -> None:
         torch.ops.andrea_triton.backward: backward_count,
         torch.ops.andrea_triton.statistics: statistics_count,
     }
+    if hasattr(torch.ops.andrea_triton, "decode"):  # once decode.py is imported
+        formulas[torch.ops.andrea_triton.decode] = decode_count
     registries = [counter.flop_registry]
     for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         if isinstance(mode, counter._FlopCounterMode):
@@ -69,6 +71,17 @@ def backward_count(
 def statistics_count(lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Operations of the row statistics: the scores once more."""
     return 2 * pairs(q, k, v, *rest) * q.shape[-1]
+
+
+def decode_count(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Any, slopes: Any, sinks: Any, left: int | None,
+                 right: int | None, *_: Any, out_val: Any = None) -> int:  # fmt: skip
+    """Operations of a decoding step: of each sequence the keys that it holds, all that fit where nobody knows how many."""
+    M, capacity = q.shape[2], k.shape[2] * (1 if table is None else table.shape[1])
+    total = 0
+    for n in lengths.tolist() if readable(lengths) else [capacity] * q.shape[0]:
+        seen = M * n if right is None else below(M, n, n - M + right + 1)
+        total += seen if left is None else seen - below(M, n, n - M - left)
+    return 2 * total * q.shape[1] * (q.shape[3] + v.shape[3])
 
 
 def pairs(*args: Any) -> int:

@@ -88,7 +88,7 @@ def attention(
     settings = (causal, scale, window, q_start, softcap, dropout_p, precise)
     plain = bias is alibi is sinks is key_lengths is seed is None and score is None and mask is None
     if not plain:
-        bias, sinks = _cast_alike(bias, q), _cast_alike(sinks, q)
+        bias, sinks = cast_alike(bias, q), cast_alike(sinks, q)
     problem = _plain(q, k, v, settings) if plain else make_problem(
         q, k, v, _spec(settings), bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, score=score, mask=mask,
         seed=seed, validate=validate,
@@ -174,7 +174,7 @@ def varlen_attention(
         True
     """
     q, k, v = _autocast(q, k, v)
-    sinks = _cast_alike(sinks, q)
+    sinks = cast_alike(sinks, q)
     spec = _spec((causal, scale, window, q_start, softcap, dropout_p, precise))
     problem = make_problem(
         q, k, v, spec, alibi=alibi, sinks=sinks, score=score, mask=mask, seed=_drawn(seed, dropout_p, q),
@@ -254,7 +254,7 @@ def attention_weights(
         [0.665, 0.09, 0.245]
     """
     q, k, _ = _autocast(q, k, k)
-    bias, sinks = _cast_alike(bias, q), _cast_alike(sinks, q)
+    bias, sinks = cast_alike(bias, q), cast_alike(sinks, q)
     spec = make_spec(causal=causal, scale=scale, window=window, q_start=q_start, softcap=softcap)
     keep, user_mask = (mask, None) if isinstance(mask, Tensor) else (None, mask)
     problem = make_problem(
@@ -361,7 +361,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _cast_alike(t: Tensor | None, q: Tensor) -> Tensor | None:
+def cast_alike(t: Tensor | None, q: Tensor) -> Tensor | None:
     """bias or sinks: under autocast one of the other 16-bit dtype comes in q's, as torch's own attention has its mask."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16) or t.dtype == q.dtype:
         return t

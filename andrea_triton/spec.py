@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from andrea_triton.errors import DTypeError, ShapeError
 
 MAX_LENGTH = 2**28
-FLOAT32_MAX = 3.4028234663852886e38
-FLOAT32_TINY = 1.1754943508222875e-38
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -174,11 +172,11 @@ def make_spec(
             raise ShapeError(f"q_start is {q_start}; wanted a position in [-2**28, 2**28]; pass None for N - M")
     if scale is not None:
         scale = _real("scale", scale)
-        if not -FLOAT32_MAX <= scale <= FLOAT32_MAX:
+        if not _finite_float32(scale):
             raise ShapeError(f"scale is {scale}; wanted a finite float32 number; pass None for 1/sqrt(D)")
     if softcap is not None:
         softcap = _real("softcap", softcap)
-        if not FLOAT32_TINY <= softcap <= FLOAT32_MAX:
+        if not (_finite_float32(softcap) and softcap >= 1.1754943508222875e-38):
             raise ShapeError(f"softcap is {softcap}; wanted a finite float32 number above 0; pass None for no cap")
     dropout_p = _real("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
@@ -203,6 +201,12 @@ def default_scale(head_dim: int) -> float:
         0.125
     """
     return 1.0 / math.sqrt(max(head_dim, 1))
+
+
+def _finite_float32(value: float) -> bool:
+    """Whether a number is finite in float32. The bounds are written out: torch.compile makes numbers of floats that stand at the
+    top level of a module, and loses them between the subgraphs of two checkpointed calls."""
+    return -3.4028234663852886e38 <= value <= 3.4028234663852886e38
 
 
 def _window_distances(window: Window, causal: bool) -> tuple[int | None, int | None]:

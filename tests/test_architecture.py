@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "doctor": f"{HOST} functional",
     "growth": "errors torch",
     "cache": "errors growth torch",
-    "decode": f"{HOST} checks cpu ops functional backends cache",
+    "decode": f"{HOST} checks cpu flops ops functional backends cache",
     "nn": f"{PURE} torch functional cache decode nn",
     "distributed": f"{HOST} functional backends ops nn distributed",
     "integrations": f"{PURE} torch functional sdpa cache decode integrations",

@@ -1,5 +1,8 @@
 """Caches: what is appended comes back at its place, sequences grow on their own, and a cache that is too small says so."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -162,3 +165,16 @@ def test_sizes_are_checked() -> None:
         KVCache(1, 1, 1, 8.0)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="page_size is 0"):
         PagedKVCache(1, 1, 1, 1, page_size=0)
+
+
+@pytest.mark.parametrize("rows", [np.array([2, 1]), [np.int64(2), 1], [torch.tensor(2), torch.tensor(1)], (2, 1)], ids=repr)
+def test_rows_of_every_kind_of_integer_are_counted_as_ints(rows: Any) -> None:
+    """D26: and what is no integer is refused before anything is written."""
+    for cache in (KVCache(2, 1, 8, 4), PagedKVCache(2, 1, 8, 4, page_size=4)):
+        k = torch.randn(2, 1, 3, 4)
+        cache.append(k, k, rows=rows)
+        assert cache.counts == [2, 1] and all(type(count) is int for count in cache.counts)
+        for wrong in ([2.5, 1], "ab"):
+            with pytest.raises(DTypeError, match="wanted 2 integers from 0 to 3"):
+                cache.append(k, k, rows=wrong)  # type: ignore[arg-type]
+        assert cache.lengths.tolist() == [2, 1]

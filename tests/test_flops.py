@@ -10,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from andrea_triton import attention, varlen_attention
+from andrea_triton.cache import KVCache
+from andrea_triton.decode import decode_attention
 from andrea_triton.flops import below
 from andrea_triton.integrations.sdpa import replace_sdpa
 from andrea_triton.nn import CausalSelfAttention
@@ -104,3 +106,16 @@ def test_below_is_the_sum() -> None:
         for keys in range(5):
             for first in range(-6, 8):
                 assert below(rows, keys, first) == sum(min(max(first + i, 0), keys) for i in range(rows))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_decoding_step_counts_the_keys_that_are_there(window: int | None) -> None:
+    """D47: by the lengths, not by the capacity."""
+    cache, M, D = KVCache(2, 2, 16, 8), 2, 8
+    k = torch.randn(2, 2, 6, D)
+    cache.append(k, k, rows=[6, 4])
+    q = torch.randn(2, 4, M, D)
+    with FlopCounterMode(display=False) as counter:
+        decode_attention(q, cache, window=window)
+    seen = sum(min(n - M + i + 1, window or n) for n in (6, 4) for i in range(M))
+    assert counter.get_total_flops() == 2 * seen * 4 * (D + D)

@@ -114,9 +114,17 @@ def test_an_infinite_sink_takes_all(backend: str) -> None:
         assert found[3][0] == 0
 
 
-@pytest.mark.parametrize("function", [causal_attention, scaled_dot_product_attention])
+@pytest.mark.parametrize(
+    "function",
+    [
+        causal_attention,
+        scaled_dot_product_attention,
+        lambda q, k, v: causal_attention(q, k, v, scale=0.3, softcap=2.0),
+        lambda q, k, v: scaled_dot_product_attention(q, k, v, scale=0.3),
+    ],
+)
 def test_two_checkpointed_calls_compile_with_dynamic_lengths(function: Any) -> None:
-    """D19: Dynamo loses a number that is a default argument between the subgraphs of two checkpoints."""
+    """D19: Dynamo loses a float that is a default argument, or stands in a module, between the subgraphs of two checkpoints."""
 
     def two(q: Tensor, k: Tensor, v: Tensor) -> Any:
         for _ in range(2):
