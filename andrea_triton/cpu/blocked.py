@@ -171,7 +171,7 @@ def dense_backward(
             keep = kept(problem, places)
             if dv_all is not None:
                 used = p[..., :keys] if keep is None else (four(p[..., :keys], block) * keep).view(p.shape[0], -1, keys)
-                dv_all[:, j].baddbmm_(used.mT, do_tile, alpha=share)
+                add_product(dv_all[:, j], used, do_tile, problem.group, share)
             if not grads.of_scores:
                 continue
             dp = room_dp[: p.numel()].view(p.shape)
@@ -187,7 +187,7 @@ def dense_backward(
             if grads.dq is not None:
                 grads.dq[b, hq, i] = four(torch.bmm(ds, k_all[:, j]), block)
             if dk_all is not None:
-                dk_all[:, j].baddbmm_(ds.mT, q_tile)
+                add_product(dk_all[:, j], ds, q_tile, problem.group, 1.0)
         for result, summed in ((grads.dk, dk_all), (grads.dv, dv_all)):
             if result is not None and summed is not None:
                 result[b, h] = summed.view(result[b, h].shape)
@@ -199,6 +199,16 @@ def softmax_backward(p: Tensor, dp: Tensor, keys: int, dlse: Tensor | None) -> T
         dp[..., keys:] = 0.0
     ds: Tensor = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
     return ds if dlse is None else ds.addcmul_(p, dlse)
+
+
+def add_product(result: Tensor, x: Tensor, y: Tensor, group: int, factor: float) -> None:
+    """result += factor xᵀ y, of tiles (b · h, group · rows, any): the rows of each query head are summed by themselves, then the
+    heads, for one long sum of all would round more than eager attention does."""
+    if group == 1:
+        result.baddbmm_(x.mT, y, alpha=factor)
+        return
+    heads = [t.unflatten(1, (group, -1)).flatten(0, 1) for t in (x, y)]
+    result.add_(torch.bmm(heads[0].mT, heads[1]).unflatten(0, (-1, group)).sum(1), alpha=factor)
 
 
 def add_terms(grads: Grads, block: Block, ds: Tensor, dlse: Tensor | None) -> None:

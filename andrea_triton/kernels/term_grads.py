@@ -5,7 +5,7 @@ import triton.language as tl
 
 from andrea_triton.kernels.backward import dlogits_tile, load_rows, rows_at
 from andrea_triton.kernels.bands import key_span
-from andrea_triton.kernels.numerics import LOG2E
+from andrea_triton.kernels.numerics import LOG2E, lowest
 from andrea_triton.kernels.softmax import exponent
 from andrea_triton.kernels.views import PAD, Head, load_tile, matrix_pointers, sequence
 
@@ -76,8 +76,9 @@ def dsinks(sinks, rows, dsinks_out, attention, BLOCK_M: tl.constexpr):
     for b in range(0, rows.batch):
         base = (tl.cast(b, tl.int64) * attention.sizes.heads + h) * (rows.blocks * PAD)
         for m in range(0, rows.blocks * PAD, BLOCK_M):
-            p = tl.exp2(exponent(sink, load_rows(rows.pivot, base, m, BLOCK_M), LOG2E, attention.exact))
-            p = tl.where(sink == float("inf"), 1.0, p)  # where inf - inf would say NaN
+            pivot = load_rows(rows.pivot, base, m, BLOCK_M)
+            p = tl.exp2(exponent(sink, pivot, LOG2E, attention.exact))
+            p = tl.where((sink == pivot) & (pivot > -lowest(attention.acc)), 1.0, p)  # both inf, where inf - inf would say NaN
             if rows.norm is not None:
                 p *= load_rows(rows.norm, base, m, BLOCK_M)
             acc -= p * load_rows(rows.delta, base, m, BLOCK_M)

@@ -55,7 +55,7 @@ SOURCE: dict[str, Planted] = {
     "output not rescaled": Planted(forward.attend, "state.acc * alpha[:, None]", "state.acc"),
     "lse without its pivot": Planted(softmax.finish, "row_max * unit +", ""),
     "empty row not zero": Planted(softmax.finish, "float(\"-inf\"))", "0.0)", GUARDED),
-    "sink forgotten": Planted(softmax.finish, "row_sum * alpha + tl.exp2", "row_sum * alpha + 0 * tl.exp2", TERMS),
+    "sink forgotten": Planted(softmax.finish, "row_sum * alpha + sink_weight", "row_sum * alpha + 0 * sink_weight", TERMS),
     "wrong head in GQA, forward": Planted(forward.forward, "h // attention.sizes.group", "h % attention.sizes.group"),
     "wrong head in GQA, dq": Planted(backward.dq, "h // sizes.group", "h % sizes.group"),
     "wrong head in GQA, dkdv": Planted(backward.dkdv, "kv_head * GROUP + g", "kv_head * GROUP"),
