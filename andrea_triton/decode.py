@@ -76,7 +76,8 @@ def decode_attention(
     blocks = -(-problem.group * problem.M // ROWS_OF_A_PROGRAM)
     parts = _splits(problem.B * problem.HKV * blocks, problem.N) if splits is None else splits
     if traced(q):
-        flops.announce()
+        if not torch.compiler.is_compiling():
+            flops.announce()
         slopes, sinks = (None if x is None else x.detach() for x in (problem.extras.slopes, problem.extras.sinks))
         numbers = (spec.left, spec.right, spec.scale, spec.softcap, parts, chosen)
         out, lse = decode_op(q.detach(), *memory, slopes, sinks, *numbers)

@@ -152,7 +152,7 @@ def test_vmap_and_operator(backend: str, device: str) -> None:
     assert torch.equal(compiled(q[0], alibi[0]), wanted[0])
 
 
-@pytest.mark.parametrize("page", [None, 4])
+@pytest.mark.parametrize("page", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_compiled_step_compiles_once(backend: str, device: str, page: int | None) -> None:
     """Lengths grow on the device; the host's numbers are read when they are asked for."""
     if device != "cpu" or backend == "reference":

@@ -189,6 +189,7 @@ def test_inference_mode(backend: str) -> None:
             assert same(attention(*tensors, causal=True, return_lse=True, backend=backend), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_jacobians(backend: str) -> None:
     q, k, v = (torch.randn(1, 1, 5, 4, dtype=F64) for _ in range(3))

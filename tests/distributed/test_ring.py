@@ -63,7 +63,7 @@ def check(ranks: Ranks, size: int, case: Case, dtype: torch.dtype, layout: Layou
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_one_process(ranks: Ranks, size: int, layout: Layout, case: Case) -> None:
     # A query that sees one key has gradient 0, which fp32 eager gives exactly and a recomputed softmax to a few roundings: the
     # packed case, which has such rows, is judged in fp64.

@@ -130,6 +130,7 @@ def written(group: Any) -> tuple[list[list[int]], list[list[int]]]:
     return tuple(generate(m, [1, 2], 6, temperature=1.0, seed=0).new for m in (model, alone))  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_generation_writes_the_same(ranks: Ranks) -> None:
     for ours, alone in ranks.run(written, 2):
         assert ours == alone

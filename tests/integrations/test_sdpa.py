@@ -139,6 +139,7 @@ def test_checkpointed_model_is_routed_both_times(calls: list[int]) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_checkpoints_inside_a_compiled_function() -> None:
     """Dynamo sees the layer once, in the graph of both passes: nothing needs to be told."""
     block, x = Block(), torch.randn(2, 7, 32)
