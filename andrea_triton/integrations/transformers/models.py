@@ -88,7 +88,7 @@ def _all_vouched(config: type) -> bool:
             home = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
         except ModuleNotFoundError:
             continue
-        beside = [m for m in vars(home).values() if isinstance(m, type) and issubclass(m, PreTrainedModel)]
+        beside: list[Any] = [m for m in vars(home).values() if isinstance(m, type) and issubclass(m, PreTrainedModel)]
         models = [m for m in beside if m.config_class is kind]
         if models:
             return all(m._supports_sdpa or (m._supports_attention_backend and _supports_any(m)) for m in models)
