@@ -376,13 +376,13 @@ def test_imports_without_triton() -> None:
 
 
 def test_imports_no_triton_and_in_under_100_ms_over_torch() -> None:
-    # The processor's time, for other tests run at the same time.
+    # The least time of the processor, for other tests run at the same time.
     code = (
         "import time, sys, torch\nbefore, start = set(sys.modules), time.process_time()\nimport andrea_triton\n"
         "print(time.process_time() - start, 'triton' in set(sys.modules) - before)"
     )
     seconds: list[float] = []
-    while len(seconds) < 4 and min(seconds, default=1.0) >= 0.1:
+    while len(seconds) < 12 and min(seconds, default=1.0) >= 0.1:
         took, new_triton = fresh(code).split()
         assert new_triton == "False"
         seconds.append(float(took))
