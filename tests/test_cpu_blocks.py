@@ -13,28 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from andrea_triton import Mask, Score, attention, attention_weights, cpu, varlen_attention
 from andrea_triton.cpu import tile
-from andrea_triton.problem import Problem, make_problem
-from andrea_triton.spec import make_spec
 from andrea_triton.testing import Case, assert_accurate, attend_reference, cast, check, make_inputs, run
+from tests.cpu_problems import problem_of, qkv, visible
 
 F32, F64 = torch.float32, torch.float64
 INF = float("inf")
-SETTINGS = ("causal", "window", "q_start", "scale", "softcap", "dropout_p")
-
-
-def problem_of(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Problem:
-    spec = make_spec(**{name: keywords.pop(name) for name in SETTINGS if name in keywords})
-    return make_problem(q, k, v, spec, **keywords)
-
-
-def qkv(M: int = 9, N: int = 12, D: int = 16, HKV: int = 2, dtype: torch.dtype = F32) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(2, 2, M, D).to(dtype), *(torch.randn(2, HKV, N, D).to(dtype) for _ in range(2))
-
-
-def visible(M: int, N: int, left: int | None, right: int | None, q_start: int) -> Tensor:
-    q_pos, k_pos = q_start + torch.arange(M)[:, None], torch.arange(N)
-    low = torch.ones(M, N, dtype=torch.bool) if left is None else k_pos >= q_pos - left
-    return low if right is None else low & (k_pos <= q_pos + right)
 
 
 def wide(keywords: dict[str, Any]) -> dict[str, Any]:
