@@ -170,7 +170,7 @@ def dense_backward(
                 p.masked_fill_(rows_of(grads.empty, block, torch.bool), 0.0)
             keep = kept(problem, places)
             if dv_all is not None:
-                used = p[..., :keys] if keep is None else (four(p[..., :keys], block) * keep).view(p.shape[0], -1, keys)
+                used = p[..., :keys] if keep is None else (four(p[..., :keys], block) * keep).view(*p.shape[:-1], keys)
                 add_product(dv_all[:, j], used, do_tile, problem.group, share)
             if not grads.of_scores:
                 continue

@@ -84,6 +84,7 @@ CASES = (
     Case("C21 no heads", HQ=0, M=4, D=8),
     Case("C21 no queries", M=0, N=4, D=8),
     Case("C21 no keys", M=3, N=0, D=8),
+    Case("no keys, dropout", M=3, N=0, D=8, dropout_p=0.2, sinks=True),
     Case("C28 negative scale", scale=-0.35, causal=True),
     Case("C28 zero scale", scale=0.0, causal=True),
     Case("C28 peaked rows", gain=30.0, causal=True),
