@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.bands import block_at, bounds, key_span, query_span
+from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span, query_span
 from andrea_triton.kernels.numerics import hold, product
 from andrea_triton.kernels.scores import product_grad
 from andrea_triton.kernels.tile import drop, logits_tile, probs_tile
@@ -88,20 +88,21 @@ class Queries(NamedTuple):
 
 @triton.jit
 def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
-                 BLOCK_M: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
-    """(dk, dv) after the full query blocks of the span, or (CHECK) its edges. Tiles are transposed: P^T, dS^T stay in
+                 BLOCK_M: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+    """(dk, dv) after a part of the span. Tiles are transposed: P^T, dS^T stay in
     registers."""
     rows, base = queries.rows, queries.base
     BLOCK_N: tl.constexpr = k_tile.shape[0]
     k_pos = n + tl.arange(0, BLOCK_N)[:, None]
-    first, last = bounds(span, CHECK)
+    CHECK: tl.constexpr = PART != FULL
+    first, last = bounds(span, PART, True)
     for i in tl.range(first, last, BLOCK_M):
-        m = block_at(span, i, CHECK)
+        m, edge = block_at(span, i, PART, True)
         q_pos = seq.q_start + m + tl.arange(0, BLOCK_M)[None, :]
         q_tile = load_tile(queries.q, m, seq.M, BLOCK_M, k_tile.shape[1], attention.D, CHECK)
         pivot = load_rows(rows.pivot, base, m, BLOCK_M)[None, :]
         norm = None if rows.norm is None else load_rows(rows.norm, base, m, BLOCK_M)[None, :]
-        st, capped = logits_tile(k_tile, q_tile, q_pos, k_pos, b, h, seq, attention, CHECK)
+        st, capped = logits_tile(k_tile, q_tile, q_pos, k_pos, b, h, seq, attention, edge)
         pt = probs_tile(st, pivot, norm, attention)
         do_tile = load_tile(queries.do, m, seq.M, BLOCK_M, v_tile.shape[1], attention.DV, CHECK)
         dv = product(drop(pt, q_pos, k_pos, b, h, attention).to(do_tile.dtype), do_tile, dv, attention.precision)
@@ -115,7 +116,7 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
 
 @triton.jit
 def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-         BLOCK_N: tl.constexpr, HELD: tl.constexpr = False):  # fmt: skip
+         BLOCK_N: tl.constexpr, HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False):  # fmt: skip
     """dk and dv of one block of keys.
 
     Maths:  dv = P^T dO; dS = P (dP - delta), dP = dO v^T; dk = scale dS^T q, summed over the GROUP query heads of a key head.
@@ -142,8 +143,11 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
         h = kv_head * GROUP + g
         queries = Queries(Head(q, seq.batch, h, seq.first_q), Head(do, seq.batch, h, seq.first_q), rows,
                           rows_at(rows, h, sizes, seq))  # fmt: skip
-        dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, True)
-        dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, False)
+        if ONE_LOOP:
+            dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, ALL)
+        else:
+            dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, EDGES)
+            dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, FULL)
 
     end = seq.N
     if sizes.key_lengths is not None:
@@ -155,9 +159,9 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
 
 @triton.jit
 def dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention,
-                 CHECK: tl.constexpr):  # fmt: skip
+                 edge):  # fmt: skip
     """(d loss / d logits [BLOCK_M, BLOCK_N], capped) of one tile, queries along the rows."""
-    s, capped = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, CHECK)
+    s, capped = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, edge)
     p = probs_tile(s, pivot, norm, attention)
     dp = product(do_tile, tl.trans(v_tile), tl.zeros(s.shape, attention.acc), attention.precision)
     return p * (drop(dp, q_pos, k_pos, b, h, attention) - total), capped
@@ -165,15 +169,16 @@ def dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, tot
 
 @triton.jit
 def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, span, attention,
-              BLOCK_N: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
-    """dq after the full key blocks of the span, or (CHECK) its edges."""
-    first, last = bounds(span, CHECK)
+              BLOCK_N: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+    """dq after a part of the span."""
+    CHECK: tl.constexpr = PART != FULL
+    first, last = bounds(span, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N):
-        n = block_at(span, i, CHECK and attention.band.left is not None)
+        n, edge = block_at(span, i, PART, attention.band.left is not None)
         k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, do_tile.shape[1], attention.DV, CHECK)
-        ds, capped = dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, CHECK)
+        ds, capped = dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, edge)
         ds = product_grad(ds, capped, b, h, q_pos, k_pos, seq, attention.terms, CHECK)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, attention.precision)
     return dq
@@ -181,7 +186,7 @@ def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, s
 
 @triton.jit
 def dq(q, k, v, do, rows, dq_out, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-       HELD: tl.constexpr = False):  # fmt: skip
+       HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False):  # fmt: skip
     """dq of one block of queries.
 
     Maths:  dq = scale dS k, dS = P (dP - delta), dP = dO v^T.
@@ -212,6 +217,9 @@ def dq(q, k, v, do, rows, dq_out, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     total = load_rows(rows.delta, base, row, BLOCK_M)[:, None]
 
     acc = tl.zeros([BLOCK_M, COLS], attention.acc)
-    acc = over_keys(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, False)
-    acc = over_keys(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, True)
+    if ONE_LOOP:
+        acc = over_keys(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, ALL)
+    else:
+        acc = over_keys(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, FULL)
+        acc = over_keys(acc, q_tile, do_tile, q_pos, kh, vh, pivot, norm, total, b, h, seq, span, attention, BLOCK_N, EDGES)
     store_tile(Head(dq_out, seq.batch, h, seq.first_q), row, seq.M, acc * attention.scale, attention.D)

@@ -17,15 +17,17 @@ class Band(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Block starts: in [full_lo, full_hi) all pairs are visible, in [edge_lo, edge_hi) they are to be checked.
-    Where edges lie on both sides of the full blocks, [edge_lo, edge_hi) is both, joined end to end, and block_at jumps over the
-    full blocks. With edges [0, 2) and [5, 6) around full blocks [2, 5), in units of a block: Span(2, 5, 0, 3), whose loop indices
-    0, 1, 2 stand for the blocks 0, 1, 5. Keys have one edge where the band has no left limit; queries always have two."""
+    """Block starts: all blocks of [lo, hi) hold visible pairs, in those of [full_lo, full_hi) all pairs are visible, the others are
+    edges, to be checked. One loop walks them all (ALL), or one the FULL blocks and another the EDGES, which block_at joins end to
+    end: with edges [0, 2) and [5, 6) around full blocks [2, 5), in units of a block, indices 0, 1, 2 stand for blocks 0, 1, 5."""
 
+    lo: Any
+    hi: Any
     full_lo: Any
     full_hi: Any
-    edge_lo: Any
-    edge_hi: Any
+
+
+FULL, EDGES, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # parts of a span
 
 
 @triton.jit
@@ -60,12 +62,12 @@ def key_span(band, q_first, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         full_hi = round_down(tl.minimum(q_first + band.right + 1, N), BLOCK_N)
         hi = tl.minimum(q_first + BLOCK_M + band.right, N)
     if band.left is None:
-        return Span(0, full_hi, full_hi, hi)
+        return Span(0, hi, 0, full_hi)
     else:
         lo = q_first - band.left
         full_lo = round_up(tl.minimum(lo + BLOCK_M - 1, N), BLOCK_N)
         full_hi = tl.maximum(full_hi, full_lo)
-        return Span(full_lo, full_hi, round_down(lo, BLOCK_N), hi - (full_hi - full_lo))
+        return Span(round_down(lo, BLOCK_N), hi, full_lo, full_hi)
 
 
 @triton.jit
@@ -81,19 +83,29 @@ def query_span(band, k_first, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)
         lo = tl.minimum(k_first - band.right - seq.q_start, seq.M)
         full_lo = round_up(tl.minimum(lo + BLOCK_N - 1, seq.M), BLOCK_M)
         full_hi = tl.maximum(full_hi, full_lo)
-    return Span(full_lo, full_hi, round_down(lo, BLOCK_M), hi - (full_hi - full_lo))
+    return Span(round_down(lo, BLOCK_M), hi, full_lo, full_hi)
 
 
 @triton.jit
-def bounds(span, CHECK: tl.constexpr):
-    """Loop bounds of the full blocks, or (CHECK) of the edges."""
-    if CHECK:
-        return span.edge_lo, span.edge_hi
-    else:
+def bounds(span, PART: tl.constexpr, BOTH: tl.constexpr):
+    """Loop bounds of a part of the span. BOTH: edges may lie on both sides of the full blocks, not only after them."""
+    if PART == ALL:
+        return span.lo, span.hi
+    elif PART == FULL:
         return span.full_lo, span.full_hi
+    elif BOTH:
+        return span.lo, span.hi - (span.full_hi - span.full_lo)
+    else:
+        return span.full_hi, span.hi
 
 
 @triton.jit
-def block_at(span, i, JUMP: tl.constexpr):
-    """The block that loop index i stands for: past the first of two edges, jump over the full blocks."""
-    return i + tl.where(i >= span.full_lo, span.full_hi - span.full_lo, 0) if JUMP else i
+def block_at(span, i, PART: tl.constexpr, BOTH: tl.constexpr):
+    """(the block that loop index i stands for, whether it is an edge): past the first of two edges, jump over the full blocks. The
+    second is a constant but for ALL."""
+    if PART == ALL:
+        return i, (i < span.full_lo) | (i >= span.full_hi)
+    elif PART == EDGES and BOTH:
+        return i + tl.where(i >= span.full_lo, span.full_hi - span.full_lo, 0), True
+    else:
+        return i, PART == EDGES

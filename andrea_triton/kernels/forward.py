@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.bands import block_at, bounds, key_span
+from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span
 from andrea_triton.kernels.numerics import hold, product
 from andrea_triton.kernels.softmax import State, add_sum, finish, start, step
 from andrea_triton.kernels.tile import drop, logits_tile
@@ -23,14 +23,15 @@ class Totals(NamedTuple):
 
 @triton.jit
 def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.constexpr,
-           CHECK: tl.constexpr):  # fmt: skip
-    """Online-softmax state after the full blocks of the span, or (CHECK) after its edges."""
-    first, last = bounds(span, CHECK)
+           PART: tl.constexpr):  # fmt: skip
+    """Online-softmax state after a part of the span."""
+    CHECK: tl.constexpr = PART != FULL
+    first, last = bounds(span, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N):
-        n = block_at(span, i, CHECK and attention.band.left is not None)
+        n, edge = block_at(span, i, PART, attention.band.left is not None)
         k_pos = n + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
-        s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, CHECK)
+        s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, edge)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, state.acc.shape[1], attention.DV, CHECK)
         p, row_max, alpha = step(state, s, attention.scale_log2, attention.exact)
         w = drop(p, q_pos[:, None], k_pos[None, :], b, h, attention).to(v_tile.dtype)
@@ -44,7 +45,7 @@ def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.c
 
 @triton.jit
 def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-            HELD: tl.constexpr = False):  # fmt: skip
+            HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False):  # fmt: skip
     """Output and log-sum-exp of one block of queries.
 
     Maths:  o = softmax(score(scale q k^T)) v over the keys in the band, with dropout of the weights; lse in natural units.
@@ -68,8 +69,11 @@ def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N
     q_tile = hold(load_tile(Head(q, seq.batch, h, seq.first_q), row, seq.M, BLOCK_M, COLS, attention.D, True), HELD)
     state = start(BLOCK_M, COLS_V, attention.acc)
 
-    state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, False)
-    state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, True)
+    if ONE_LOOP:
+        state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, ALL)
+    else:
+        state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, FULL)
+        state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, EDGES)
 
     sink = None if sinks is None else tl.load(sinks + h).to(attention.acc)
     out, row_max, row_sum, lse = finish(state, sink, attention.exact)

@@ -69,4 +69,4 @@ def finish(state, sink, EXACT: tl.constexpr):
         row_max = pivot
     some = row_sum != 0
     lse = tl.where(some, row_max * unit + tl.log2(tl.where(some, row_sum, 1.0)) * LN2, float("-inf"))
-    return acc / tl.where(some, row_sum, 1.0)[:, None], row_max, row_sum, lse
+    return acc * (1 / tl.where(some, row_sum, 1.0))[:, None], row_max, row_sum, lse

@@ -3,21 +3,21 @@
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.bands import block_at, bounds, key_span
+from andrea_triton.kernels.bands import EDGES, FULL, block_at, bounds, key_span
 from andrea_triton.kernels.numerics import LOG2E
 from andrea_triton.kernels.tile import logits_tile
 from andrea_triton.kernels.views import Head, load_tile, program, row_pointers, sequence
 
 
 @triton.jit
-def survey(top, entropy, q_tile, q_pos, k, lse, b, h, seq, span, attention, BLOCK_N: tl.constexpr, CHECK: tl.constexpr):
-    """(largest logit, entropy) after the full blocks of the span, or (CHECK) its edges."""
-    first, last = bounds(span, CHECK)
+def survey(top, entropy, q_tile, q_pos, k, lse, b, h, seq, span, attention, BLOCK_N: tl.constexpr, PART: tl.constexpr):
+    """(largest logit, entropy) after a part of the span."""
+    first, last = bounds(span, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N):
-        n = block_at(span, i, CHECK and attention.band.left is not None)
+        n, edge = block_at(span, i, PART, attention.band.left is not None)
         k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
-        k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
-        s, _ = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, CHECK)
+        k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, PART != FULL)
+        s, _ = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, edge)
         if not attention.exact:
             s *= attention.scale
         log_p = s - lse
@@ -54,8 +54,8 @@ def statistics(q, k, lse, top_out, entropy_out, attention, BLOCK_M: tl.constexpr
     total = tl.where(total == float("-inf"), float("inf"), total)
     top, entropy = tl.full([BLOCK_M], float("-inf"), attention.acc), tl.zeros([BLOCK_M], attention.acc)
 
-    top, entropy = survey(top, entropy, q_tile, q_pos, kh, total, b, h, seq, span, attention, BLOCK_N, False)
-    top, entropy = survey(top, entropy, q_tile, q_pos, kh, total, b, h, seq, span, attention, BLOCK_N, True)
+    top, entropy = survey(top, entropy, q_tile, q_pos, kh, total, b, h, seq, span, attention, BLOCK_N, FULL)
+    top, entropy = survey(top, entropy, q_tile, q_pos, kh, total, b, h, seq, span, attention, BLOCK_N, EDGES)
 
     tl.store(row_pointers(top_out, h, row, attention.sizes, seq, BLOCK_M), top, mask=live)
     tl.store(row_pointers(entropy_out, h, row, attention.sizes, seq, BLOCK_M), entropy, mask=live)

@@ -51,8 +51,7 @@ def dbias(q, k, v, do, rows, dbias_out, attention, REDUCE_B: tl.constexpr, REDUC
         for h in range(head, sizes.heads if REDUCE_H else head + 1):
             for m in range(row, sizes.M if REDUCE_M else row + 1, BLOCK_M):
                 span = key_span(attention.band, seq.q_start + m, seq.N, BLOCK_M, BLOCK_N)
-                last = span.edge_hi + (0 if attention.band.left is None else span.full_hi - span.full_lo)
-                if col < last:
+                if col < span.hi:
                     acc += dbias_tile(q, k, v, do, rows, b, h, m, col, seq, attention, BLOCK_M, BLOCK_N)
 
     t, c = row + tl.arange(0, BLOCK_M)[:, None], col + tl.arange(0, BLOCK_N)[None, :]

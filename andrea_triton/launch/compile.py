@@ -134,6 +134,8 @@ def gpu_target(name: str) -> GPUTarget:
 def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
     """The machine code of a launch. Triton keeps it on disk, so a second process does not compile it again."""
     options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages, "enable_fp_fusion": True}
+    if target.backend == "cuda":
+        options["maxnreg"] = launch.config.registers()
     with explained(f"{launch.name} did not compile for {target.backend} {target.arch}"), language:
         kernel = triton.compile(source(launch), target=target, options=options)
         kernel.src = Flat(launch.kernel, dict(enumerate(_types(tuple(kernel.src.signature.values())))))

@@ -10,18 +10,26 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """One tiling: BLOCK_M query rows and BLOCK_N key rows a tile, num_warps warps, num_stages pipeline stages, and whether the
-    tiles that a program keeps are held in registers (numerics.hold)."""
+    """One tiling: BLOCK_M query rows and BLOCK_N key rows a tile, num_warps warps, num_stages pipeline stages, whether the
+    tiles that a program keeps are held in registers (numerics.hold), whether one loop walks full blocks and edges, and how many
+    programs are to fit a multiprocessor's registers (0: as many as happen to)."""
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int = 4
     num_stages: int = 2
     HELD: bool = False
+    ONE_LOOP: bool = False
+    programs: int = 0
 
     def __str__(self) -> str:
         held = ", held" if self.HELD else ""
-        return f"{self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages{held}"
+        fit = f", {self.programs} fit" if self.programs else ""
+        return f"{self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages{held}{fit}"
+
+    def registers(self) -> int | None:
+        """Of a thread, at most, so that `programs` fit: of 65536, in steps of 8."""
+        return 65536 // (32 * self.num_warps * self.programs) // 8 * 8 if self.programs else None
 
 
 # Families of targets that share a table row. A name that is not here gets the generic one.
@@ -190,15 +198,15 @@ def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
         return special
     first = HALF[kernel, row][D]
     for _ in range((itemsize // 2).bit_length() - 1):
-        first = _smaller(first)._replace(HELD=False)
+        first = _smaller(first)._replace(HELD=False, ONE_LOOP=False, programs=0)
     return first
 
 
 def _smaller(config: Config) -> Config:
     """Half the larger side of the tile; at the end of that, one stage."""
-    m, n, warps, stages, held = config
+    m, n, warps, stages, *rest = config
     if stages > 1 and max(m, n) <= 32:
-        return Config(m, n, warps, 1, held)
+        return Config(m, n, warps, 1, *rest)
     if max(m, n) > 16:
-        return Config(m // 2 if m >= n else m, n if m >= n else n // 2, warps, stages, held)
+        return Config(m // 2 if m >= n else m, n if m >= n else n // 2, warps, stages, *rest)
     return SMALLEST

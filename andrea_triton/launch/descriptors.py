@@ -15,7 +15,11 @@ from andrea_triton.launch.configs import Config, family
 from andrea_triton.problem import Problem
 
 # Which side of the tile a kernel's argument is cut along.
-SIDES = {"forward": {"q": "BLOCK_M", "k": "BLOCK_N", "v": "BLOCK_N"}}
+SIDES = {
+    "forward": {"q": "BLOCK_M", "k": "BLOCK_N", "v": "BLOCK_N"},
+    "dkdv": {"q": "BLOCK_M", "do": "BLOCK_M"},
+    "dq": {"k": "BLOCK_N", "v": "BLOCK_N"},
+}
 FAMILIES = ("hopper", "blackwell")
 GRANULE = 16  # bytes that addresses and strides are to be multiples of
 LARGEST_BOX = 256  # elements of a box along one dim

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andrea_triton.kernels.bands import Band, block_at, bounds, key_span, query_span, round_down, round_up, visible
+from andrea_triton.kernels.bands import ALL, EDGES, FULL, Band, block_at, bounds, key_span, query_span, round_down, round_up, visible
 from andrea_triton.kernels.views import Seq
 
 Interpreted = Callable[..., None]
@@ -52,30 +52,41 @@ def shape_at(shapes):
 
 
 @triton.jit
-def mark(visits, span, BLOCK: tl.constexpr, SLOTS: tl.constexpr, CHECK: tl.constexpr, JUMP: tl.constexpr):
-    """Count a visit of every block that a loop over the span goes to."""
-    first, last = bounds(span, CHECK)
+def mark(visits, span, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PART: tl.constexpr, BOTH: tl.constexpr):
+    """Count a visit of every block that a loop over a part of the span goes to."""
+    first, last = bounds(span, PART, BOTH)
     for i in tl.range(first, last, BLOCK):
-        at = visits + (tl.program_id(0) * 2 + CHECK) * SLOTS + block_at(span, i, JUMP)
+        block, edge = block_at(span, i, PART, BOTH)
+        at = visits + (tl.program_id(0) * 2 + edge) * SLOTS + block
         tl.store(at, tl.load(at) + 1)
 
 
 @triton.jit
-def visit_keys(shapes, visits, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr):
-    _M, N, q_start, own_left, own_right, block = shape_at(shapes)
-    band = Band(None if left is None else own_left, None if right is None else own_right)
-    span = key_span(band, q_start + block * BLOCK_M, N, BLOCK_M, BLOCK_N)
-    mark(visits, span, BLOCK_N, SLOTS, False, False)
-    mark(visits, span, BLOCK_N, SLOTS, True, left is not None)
+def mark_all(visits, span, BLOCK: tl.constexpr, SLOTS: tl.constexpr, ONE_LOOP: tl.constexpr, BOTH: tl.constexpr):
+    """The visits of one loop, or of two."""
+    if ONE_LOOP:
+        mark(visits, span, BLOCK, SLOTS, ALL, BOTH)
+    else:
+        mark(visits, span, BLOCK, SLOTS, FULL, BOTH)
+        mark(visits, span, BLOCK, SLOTS, EDGES, BOTH)
 
 
 @triton.jit
-def visit_queries(shapes, visits, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr):
+def visit_keys(shapes, visits, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
+               ONE_LOOP: tl.constexpr):  # fmt: skip
+    _M, N, q_start, own_left, own_right, block = shape_at(shapes)
+    band = Band(None if left is None else own_left, None if right is None else own_right)
+    span = key_span(band, q_start + block * BLOCK_M, N, BLOCK_M, BLOCK_N)
+    mark_all(visits, span, BLOCK_N, SLOTS, ONE_LOOP, left is not None)
+
+
+@triton.jit
+def visit_queries(shapes, visits, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr,
+                  ONE_LOOP: tl.constexpr):  # fmt: skip
     M, N, q_start, own_left, own_right, block = shape_at(shapes)
     band = Band(None if left is None else own_left, None if right is None else own_right)
     span = query_span(band, block * BLOCK_N, Seq(M, N, q_start, 0, 0, 0, 0), BLOCK_M, BLOCK_N)
-    mark(visits, span, BLOCK_M, SLOTS, False, False)
-    mark(visits, span, BLOCK_M, SLOTS, True, True)
+    mark_all(visits, span, BLOCK_M, SLOTS, ONE_LOOP, True)
 
 
 @triton.jit
@@ -84,7 +95,7 @@ def count_tiles(out, band, M, N, q_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
     for row in range(0, M, BLOCK_M):
         span = key_span(band, q_start + row, N, BLOCK_M, BLOCK_N)
         full += tl.cdiv(tl.maximum(span.full_hi - span.full_lo, 0), BLOCK_N)
-        edge += tl.cdiv(tl.maximum(span.edge_hi - span.edge_lo, 0), BLOCK_N)
+        edge += tl.cdiv(tl.maximum(span.hi - span.lo - (span.full_hi - span.full_lo), 0), BLOCK_N)
     tl.store(out, full)
     tl.store(out + 1, edge)
 
@@ -108,12 +119,12 @@ def shapes_of(rows_of_blocks: str, size: int, count: int) -> list[Shape]:
 
 def visits_of(
     kernel: object, shapes: list[Shape], opened: tuple[int | None, int | None], blocks: tuple[int, int],
-    interpreted: Interpreted,
+    one_loop: bool, interpreted: Interpreted,
 ) -> Tensor:  # fmt: skip
     """(shape, full or edge, first element of a block) -> how often it is visited."""
     visits = torch.zeros(len(shapes), 2, 64, dtype=torch.int32)
     table = torch.tensor(shapes, dtype=torch.int32)
-    sides = {"BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "SLOTS": 64}
+    sides = {"BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "SLOTS": 64, "ONE_LOOP": one_loop}
     interpreted(kernel, table, visits, *opened, grid=(len(shapes), 1), **sides)
     return visits
 
@@ -138,11 +149,12 @@ def test_rounding(interpreted: Interpreted) -> None:
 
 @pytest.mark.parametrize("opened", OPEN)
 @pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("one_loop", [False, True])
 def test_key_span_visits_what_is_seen_once(
-    blocks: tuple[int, int], opened: tuple[int | None, int | None], interpreted: Interpreted
+    one_loop: bool, blocks: tuple[int, int], opened: tuple[int | None, int | None], interpreted: Interpreted
 ) -> None:
     (rows, cols), shapes = blocks, shapes_of("M", blocks[0], 90)
-    visits = visits_of(visit_keys, shapes, opened, blocks, interpreted)
+    visits = visits_of(visit_keys, shapes, opened, blocks, one_loop, interpreted)
     for shape, (full, edge) in zip(shapes, visits.tolist(), strict=True):
         left, right = None if opened[0] is None else shape.left, None if opened[1] is None else shape.right
         first = shape.q_start + shape.block * rows
@@ -157,12 +169,13 @@ def test_key_span_visits_what_is_seen_once(
 
 @pytest.mark.parametrize("opened", OPEN)
 @pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("one_loop", [False, True])
 def test_query_span_visits_what_is_seen_once(
-    blocks: tuple[int, int], opened: tuple[int | None, int | None], interpreted: Interpreted
+    one_loop: bool, blocks: tuple[int, int], opened: tuple[int | None, int | None], interpreted: Interpreted
 ) -> None:
     """Rows past the last query are padding that adds nothing; keys past the last one are not stored."""
     (rows, cols), shapes = blocks, shapes_of("N", blocks[1], 90)
-    visits = visits_of(visit_queries, shapes, opened, blocks, interpreted)
+    visits = visits_of(visit_queries, shapes, opened, blocks, one_loop, interpreted)
     for shape, (full, edge) in zip(shapes, visits.tolist(), strict=True):
         left, right = None if opened[0] is None else shape.left, None if opened[1] is None else shape.right
         first, needed = shape.block * cols, []
