@@ -17,17 +17,29 @@ class Band(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Block starts: all blocks of [lo, hi) hold visible pairs, in those of [full_lo, full_hi) all pairs are visible, the others are
-    edges, to be checked. One loop walks them all (ALL), or one the FULL blocks and another the EDGES, which block_at joins end to
-    end: with edges [0, 2) and [5, 6) around full blocks [2, 5), in units of a block, indices 0, 1, 2 stand for blocks 0, 1, 5."""
+    """What a loop over blocks walks: all blocks of [lo, hi) hold visible pairs, and pairs in [all_lo, all_hi) are visible to the
+    whole tile. Blocks inside the latter are full, the others are edges, to be checked. One loop walks them all (ALL), or one the
+    FULL blocks and another the EDGES, which block_at joins end to end: with edges [0, 2) and [5, 6) around full blocks [2, 5), in
+    units of a block, indices 0, 1, 2 stand for blocks 0, 1, 5."""
 
     lo: Any
     hi: Any
-    full_lo: Any
-    full_hi: Any
+    all_lo: Any
+    all_hi: Any
 
 
 FULL, EDGES, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # parts of a span
+
+
+@triton.jit
+def positions(first, ROWS: tl.constexpr, LEAN: tl.constexpr):
+    """first .. first + ROWS - 1. LEAN: added up in an order in which nothing but 8 lanes outlives a trip through a loop over
+    `first`, and the compiler no longer knows that they follow one another."""
+    if LEAN:
+        lanes = (first + tl.arange(0, 8))[None, :]
+        return tl.reshape(lanes + 8 * tl.arange(0, ROWS // 8)[:, None], [ROWS])
+    else:
+        return first + tl.arange(0, ROWS)
 
 
 @triton.jit
@@ -56,56 +68,62 @@ def round_up(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_span(band, q_first, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys seen by the queries at positions q_first .. q_first + BLOCK_M - 1: by all (full), by some (edges)."""
-    full_hi, hi = round_down(N, BLOCK_N), N
+    """Keys seen by the queries at positions q_first .. q_first + BLOCK_M - 1: by some, and by all."""
+    all_hi, hi = N, N
     if band.right is not None:
-        full_hi = round_down(tl.minimum(q_first + band.right + 1, N), BLOCK_N)
+        all_hi = tl.minimum(q_first + band.right + 1, N)
         hi = tl.minimum(q_first + BLOCK_M + band.right, N)
     if band.left is None:
-        return Span(0, hi, 0, full_hi)
+        return Span(0, hi, 0, all_hi)
     else:
         lo = q_first - band.left
-        full_lo = round_up(tl.minimum(lo + BLOCK_M - 1, N), BLOCK_N)
-        full_hi = tl.maximum(full_hi, full_lo)
-        return Span(round_down(lo, BLOCK_N), hi, full_lo, full_hi)
+        return Span(round_down(lo, BLOCK_N), hi, tl.minimum(lo + BLOCK_M - 1, N), all_hi)
 
 
 @triton.jit
 def query_span(band, k_first, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Query rows that see the keys k_first .. k_first + BLOCK_N - 1: the transpose of key_span."""
-    full_hi, hi = round_down(seq.M, BLOCK_M), seq.M
+    all_hi, hi = seq.M, seq.M
     if band.left is not None:
         last = k_first + band.left - seq.q_start
-        full_hi = round_down(tl.minimum(last + 1, seq.M), BLOCK_M)
+        all_hi = tl.minimum(last + 1, seq.M)
         hi = tl.minimum(last + BLOCK_N, seq.M)
-    lo, full_lo = 0, 0
+    lo, all_lo = 0, 0
     if band.right is not None:
         lo = tl.minimum(k_first - band.right - seq.q_start, seq.M)
-        full_lo = round_up(tl.minimum(lo + BLOCK_N - 1, seq.M), BLOCK_M)
-        full_hi = tl.maximum(full_hi, full_lo)
-    return Span(round_down(lo, BLOCK_M), hi, full_lo, full_hi)
+        all_lo = tl.minimum(lo + BLOCK_N - 1, seq.M)
+    return Span(round_down(lo, BLOCK_M), hi, all_lo, all_hi)
 
 
 @triton.jit
-def bounds(span, PART: tl.constexpr, BOTH: tl.constexpr):
+def full_blocks(span, BLOCK: tl.constexpr):
+    """[first, end) of the full blocks; where there is none, both are the block after the first edge."""
+    first = round_up(span.all_lo, BLOCK)
+    return first, tl.maximum(round_down(span.all_hi, BLOCK), first)
+
+
+@triton.jit
+def bounds(span, BLOCK: tl.constexpr, PART: tl.constexpr, BOTH: tl.constexpr):
     """Loop bounds of a part of the span. BOTH: edges may lie on both sides of the full blocks, not only after them."""
+    first, end = full_blocks(span, BLOCK)
     if PART == ALL:
         return span.lo, span.hi
     elif PART == FULL:
-        return span.full_lo, span.full_hi
+        return first, end
     elif BOTH:
-        return span.lo, span.hi - (span.full_hi - span.full_lo)
+        return span.lo, span.hi - (end - first)
     else:
-        return span.full_hi, span.hi
+        return end, span.hi
 
 
 @triton.jit
-def block_at(span, i, PART: tl.constexpr, BOTH: tl.constexpr):
-    """(the block that loop index i stands for, whether it is an edge): past the first of two edges, jump over the full blocks. The
-    second is a constant but for ALL."""
+def block_at(span, i, BLOCK: tl.constexpr, PART: tl.constexpr, BOTH: tl.constexpr):
+    """(the block that loop index i stands for, whether it is an edge): past the first of two edges, jump over the full blocks.
+    Whether is known when compiling but for ALL."""
     if PART == ALL:
-        return i, (i < span.full_lo) | (i >= span.full_hi)
+        return i, (i < span.all_lo) | (i + BLOCK > span.all_hi)
     elif PART == EDGES and BOTH:
-        return i + tl.where(i >= span.full_lo, span.full_hi - span.full_lo, 0), True
+        first, end = full_blocks(span, BLOCK)
+        return i + tl.where(i >= first, end - first, 0), True
     else:
         return i, PART == EDGES

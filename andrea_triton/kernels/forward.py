@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span
+from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span, positions
 from andrea_triton.kernels.numerics import hold, product
 from andrea_triton.kernels.softmax import State, add_sum, finish, start, step
 from andrea_triton.kernels.tile import drop, logits_tile
@@ -26,10 +26,10 @@ def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.c
            PART: tl.constexpr):  # fmt: skip
     """Online-softmax state after a part of the span."""
     CHECK: tl.constexpr = PART != FULL
-    first, last = bounds(span, PART, attention.band.left is not None)
+    first, last = bounds(span, BLOCK_N, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N):
-        n, edge = block_at(span, i, PART, attention.band.left is not None)
-        k_pos = n + tl.arange(0, BLOCK_N)
+        n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
+        k_pos = positions(n, BLOCK_N, not attention.exact)
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, edge)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, state.acc.shape[1], attention.DV, CHECK)
@@ -67,7 +67,7 @@ def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N
     COLS: tl.constexpr = max(16, triton.next_power_of_2(attention.D))
     COLS_V: tl.constexpr = max(16, triton.next_power_of_2(attention.DV))
     q_tile = hold(load_tile(Head(q, seq.batch, h, seq.first_q), row, seq.M, BLOCK_M, COLS, attention.D, True), HELD)
-    state = start(BLOCK_M, COLS_V, attention.acc)
+    state = start(BLOCK_M, COLS_V, attention.acc, 4 if ONE_LOOP else 8)
 
     if ONE_LOOP:
         state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, ALL)

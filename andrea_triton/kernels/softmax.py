@@ -1,4 +1,4 @@
-"""Online softmax over key tiles. The row sum is kept in LANES partial columns, so that no step shuffles for it."""
+"""Online softmax over key tiles. The row sum is kept in partial columns, LANES of them, so that no step shuffles for it."""
 
 from typing import Any, NamedTuple
 
@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 
 from andrea_triton.kernels.numerics import LN2, LOG2E, lowest
-
-LANES = tl.constexpr(8)
 
 
 class State(NamedTuple):
@@ -19,7 +17,7 @@ class State(NamedTuple):
 
 
 @triton.jit
-def start(BLOCK_M: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr):
+def start(BLOCK_M: tl.constexpr, DV: tl.constexpr, ACC: tl.constexpr, LANES: tl.constexpr = 8):
     """Nothing seen."""
     row_max = tl.full([BLOCK_M], lowest(ACC), ACC)
     return State(tl.zeros([BLOCK_M, DV], ACC), row_max, tl.zeros([BLOCK_M, LANES], ACC))
@@ -44,8 +42,15 @@ def step(state, s, scale_log2, EXACT: tl.constexpr):
 
 @triton.jit
 def add_sum(row_sum, alpha, p):
-    """row_sum alpha + sum of p along the keys, in LANES columns."""
-    return row_sum * alpha[:, None] + tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // LANES, LANES]), 1)
+    """row_sum alpha + sum of p along the keys. In 8 columns no thread adds what it does not hold; in 4 each adds its two, in half
+    the registers."""
+    ROWS: tl.constexpr = p.shape[0]
+    sums = tl.sum(tl.reshape(p, [ROWS, p.shape[1] // 8, 8]), 1)
+    if row_sum.shape[1] == 8:
+        return row_sum * alpha[:, None] + sums
+    else:  # alpha by the same way, which leaves it where the sums are
+        alphas = tl.max(tl.reshape(tl.broadcast_to(alpha[:, None], [ROWS, 8]), [ROWS, 4, 2]), 2)
+        return row_sum * alphas + tl.sum(tl.reshape(sums, [ROWS, 4, 2]), 2)
 
 
 @triton.jit

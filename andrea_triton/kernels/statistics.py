@@ -12,9 +12,9 @@ from andrea_triton.kernels.views import Head, load_tile, program, row_pointers, 
 @triton.jit
 def survey(top, entropy, q_tile, q_pos, k, lse, b, h, seq, span, attention, BLOCK_N: tl.constexpr, PART: tl.constexpr):
     """(largest logit, entropy) after a part of the span."""
-    first, last = bounds(span, PART, attention.band.left is not None)
+    first, last = bounds(span, BLOCK_N, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N):
-        n, edge = block_at(span, i, PART, attention.band.left is not None)
+        n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
         k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, PART != FULL)
         s, _ = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, edge)

@@ -23,9 +23,9 @@ class Config(NamedTuple):
     programs: int = 0
 
     def __str__(self) -> str:
-        held = ", held" if self.HELD else ""
+        held, loop = ", held" if self.HELD else "", ", one loop" if self.ONE_LOOP else ""
         fit = f", {self.programs} fit" if self.programs else ""
-        return f"{self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages{held}{fit}"
+        return f"{self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages{held}{loop}{fit}"
 
     def registers(self) -> int | None:
         """Of a thread, at most, so that `programs` fit: of 65536, in steps of 8."""
@@ -57,6 +57,11 @@ def H(BLOCK_M: int, BLOCK_N: int, num_warps: int = 4, num_stages: int = 2) -> Co
     return Config(BLOCK_M, BLOCK_N, num_warps, num_stages, True)
 
 
+def S(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, programs: int) -> Config:
+    """A Config of a single loop, for so many programs on a multiprocessor."""
+    return Config(BLOCK_M, BLOCK_N, num_warps, num_stages, False, True, programs)
+
+
 # (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Counted with launch/report.py (Triton 3.9, bf16, causal): no
 # spill in a main loop for head dims 32, 64 and 128 on ampere, ada and hopper, two programs on a multiprocessor where the
 # registers allow it. At head dim 64 ampere, ada and hopper were chosen by a simulation of the compiled code clock by clock, on
@@ -68,7 +73,7 @@ HALF = {
     ("forward", "turing"): {32: C(32, 32, 4, 1), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1), 256: C(16, 32, 8, 1)},
     ("forward", "ampere"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8, 2, True), 256: C(64, 32, 8)},
     ("forward", "ada"): {32: C(128, 64), 64: C(64, 32, 4, 3), 128: C(128, 32, 8, 2, True), 256: C(64, 32, 8)},
-    ("forward", "hopper"): {32: C(64, 128), 64: C(64, 64), 128: C(128, 64, 8, 1), 256: C(64, 64, 8)},
+    ("forward", "hopper"): {32: S(64, 64, 4, 2, 6), 64: S(128, 64, 4, 3, 3), 128: S(128, 64, 8, 2, 2), 256: S(128, 64, 8, 2, 1)},
     ("forward", "blackwell"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8), 256: C(128, 32, 8)},
     ("forward", "cdna"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32), 256: C(64, 32)},
     ("forward", "rdna"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1), 128: C(64, 16, 8, 1), 256: C(32, 16, 8, 1)},
@@ -76,7 +81,7 @@ HALF = {
     ("dkdv", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
     ("dkdv", "ampere"): {32: H(32, 128), 64: H(32, 64, 4, 4), 128: H(16, 128, 8), 256: C(32, 32, 8, 1)},
     ("dkdv", "ada"): {32: H(32, 128), 64: H(32, 64, 4, 3), 128: H(16, 128, 8), 256: C(16, 32, 8, 1)},
-    ("dkdv", "hopper"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 3), 128: C(32, 64, 4, 1), 256: C(32, 32, 8, 1)},
+    ("dkdv", "hopper"): {32: S(64, 64, 4, 2, 4), 64: S(64, 64, 4, 3, 3), 128: S(32, 64, 4, 3, 2), 256: S(32, 64, 8, 2, 1)},
     ("dkdv", "blackwell"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "cdna"): {32: C(64, 32), 64: C(32, 32), 128: C(32, 32), 256: C(16, 32)},
     ("dkdv", "rdna"): {32: C(16, 64, 4, 1), 64: C(16, 16, 4, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
@@ -84,7 +89,7 @@ HALF = {
     ("dq", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(32, 16, 8, 1), 256: C(16, 16, 8, 1)},
     ("dq", "ampere"): {32: H(128, 32), 64: H(128, 16), 128: H(128, 32, 8), 256: C(32, 32, 8, 1)},
     ("dq", "ada"): {32: H(128, 32), 64: C(64, 32, 4, 3), 128: H(128, 16, 8), 256: C(32, 16, 8, 1)},
-    ("dq", "hopper"): {32: C(64, 64), 64: C(64, 64, 4, 3), 128: C(128, 64, 8, 1), 256: C(32, 32, 8, 1)},
+    ("dq", "hopper"): {32: S(64, 64, 4, 2, 4), 64: S(128, 32, 4, 3, 3), 128: S(64, 32, 4, 2, 3), 256: S(128, 32, 8, 2, 1)},
     ("dq", "blackwell"): {32: C(64, 64), 64: C(64, 64), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dq", "cdna"): {32: C(64, 32), 64: C(64, 32), 128: C(32, 32), 256: C(32, 16)},
     ("dq", "rdna"): {32: C(64, 32, 8, 1), 64: C(64, 32, 8, 1), 128: C(32, 32, 8, 1), 256: C(16, 16, 8, 1)},
@@ -132,11 +137,11 @@ SPECIAL = {
 # The consumer cards after ada take its tiles.
 HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forward", "dkdv", "dq")})
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
-# plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and neither ALiBi nor
+# plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and no
 # sinks; grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. dropout: with random numbers.
-# terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32, by how it
+# slopes: ALiBi. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32, by how it
 # is multiplied.
-KINDS = ("plain", "causal", "grouped", "window", "dropout", "terms", "matrix", "ieee", "tf32")
+KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "terms", "matrix", "ieee", "tf32")
 SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32")  # the kinds that take what tune.use gives
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
@@ -185,6 +190,8 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int, 
         return (_interpreter(M, N),)
     found = TUNED.get((kernel, target, bucket(D), itemsize)) if kind in SEARCHED else None
     first = found or _first(SAME_TILES.get(kernel, kernel), family(target), bucket(D), itemsize, kind)
+    if kernel in SAME_TILES:  # the registers of the other kernel say nothing of this one's
+        first = first._replace(programs=0)
     result = [first]
     while result[-1] != SMALLEST:
         result.append(_smaller(result[-1]))

@@ -176,12 +176,14 @@ def kind(problem: Problem, precision: str) -> str:
         return "terms"
     if problem.spec.dropout_p:
         return "dropout"
+    if extras.slopes is not None:
+        return "slopes"
     left, right = problem.band()
     if left is not None:
         return "window"
     if problem.HQ != problem.HKV and problem.dtype.itemsize == 2:
         return "grouped"
-    bare = extras.slopes is None and extras.sinks is None and problem.dtype.itemsize == 2
+    bare = extras.sinks is None and problem.dtype.itemsize == 2
     return "causal" if bare and right is not None else "plain"
 
 

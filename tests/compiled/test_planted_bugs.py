@@ -36,7 +36,7 @@ class Planted(NamedTuple):
 
 
 SOURCE: dict[str, Planted] = {
-    "mask dropped": Planted(tile.logits_tile, "if CHECK:", "if False:"),
+    "mask dropped": Planted(tile.logits_tile, "if edge:", "if False:"),
     "tail mask of loads dropped": Planted(views.load_tile, "if live is None:", "if True:"),
     "tail mask of loads off by one": Planted(views.tile_live, "end - row", "end - row + 1"),
     "mask of head dims dropped": Planted(views.tile_live, "elif COLS != D:", "elif False:", GUARDED),
@@ -46,10 +46,10 @@ SOURCE: dict[str, Planted] = {
     "last key one too far": Planted(bands.visible, "N - 1 + 0 * q_pos", "N + 0 * q_pos", TERMS),
     "last key block left out": Planted(bands.key_span, "q_first + BLOCK_M + band.right", "q_first + band.right"),
     "full blocks one too many": Planted(bands.key_span, "q_first + band.right + 1, N", "q_first + band.right + BLOCK_N, N"),
-    "first query block left out": Planted(bands.query_span, "round_down(lo, BLOCK_M), hi - (", "full_lo, hi - ("),
+    "first query block left out": Planted(bands.query_span, "Span(round_down(lo, BLOCK_M)", "Span(round_up(all_lo, BLOCK_M)"),
     "ragged query block left out": Planted(bands.query_span, "seq.M\n", "round_down(seq.M, BLOCK_M)\n"),
     "held tiles changed": Planted(numerics.hold, "(x + tl.dot(", "(tl.dot("),
-    "jump over full blocks forgotten": Planted(bands.block_at, "span.full_hi - span.full_lo", "0", WINDOW),
+    "jump over full blocks forgotten": Planted(bands.block_at, "end - first", "0", WINDOW),
     "max replaced by min": Planted(softmax.step, "tl.maximum", "tl.minimum"),
     "row sum not rescaled": Planted(softmax.add_sum, "* alpha[:, None]", ""),
     "output not rescaled": Planted(forward.attend, "state.acc * alpha[:, None]", "state.acc"),

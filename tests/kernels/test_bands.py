@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andrea_triton.kernels.bands import ALL, EDGES, FULL, Band, block_at, bounds, key_span, query_span, round_down, round_up, visible
+from andrea_triton.kernels.bands import ALL, EDGES, FULL, Band, block_at, bounds, full_blocks, key_span, query_span, round_down, round_up, visible
 from andrea_triton.kernels.views import Seq
 
 Interpreted = Callable[..., None]
@@ -54,9 +54,9 @@ def shape_at(shapes):
 @triton.jit
 def mark(visits, span, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PART: tl.constexpr, BOTH: tl.constexpr):
     """Count a visit of every block that a loop over a part of the span goes to."""
-    first, last = bounds(span, PART, BOTH)
+    first, last = bounds(span, BLOCK, PART, BOTH)
     for i in tl.range(first, last, BLOCK):
-        block, edge = block_at(span, i, PART, BOTH)
+        block, edge = block_at(span, i, BLOCK, PART, BOTH)
         at = visits + (tl.program_id(0) * 2 + edge) * SLOTS + block
         tl.store(at, tl.load(at) + 1)
 
@@ -94,8 +94,9 @@ def count_tiles(out, band, M, N, q_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
     full, edge = 0, 0
     for row in range(0, M, BLOCK_M):
         span = key_span(band, q_start + row, N, BLOCK_M, BLOCK_N)
-        full += tl.cdiv(tl.maximum(span.full_hi - span.full_lo, 0), BLOCK_N)
-        edge += tl.cdiv(tl.maximum(span.hi - span.lo - (span.full_hi - span.full_lo), 0), BLOCK_N)
+        first, end = full_blocks(span, BLOCK_N)
+        full += tl.cdiv(end - first, BLOCK_N)
+        edge += tl.cdiv(tl.maximum(span.hi - span.lo - (end - first), 0), BLOCK_N)
     tl.store(out, full)
     tl.store(out + 1, edge)
 
