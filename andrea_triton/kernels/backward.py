@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span, positions, query_span
+from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span, query_span
 from andrea_triton.kernels.numerics import hold, product
 from andrea_triton.kernels.scores import product_grad
 from andrea_triton.kernels.tile import drop, logits_tile, probs_tile
@@ -95,10 +95,11 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
     BLOCK_N: tl.constexpr = k_tile.shape[0]
     k_pos = n + tl.arange(0, BLOCK_N)[:, None]
     CHECK: tl.constexpr = PART != FULL
+    LEAN: tl.constexpr = PART == ALL and not attention.exact  # positions at edges are made there, not kept in registers
     first, last = bounds(span, BLOCK_M, PART, True)
-    for i in tl.range(first, last, BLOCK_M):
+    for i in tl.range(first, last, BLOCK_M, disable_licm=LEAN):
         m, edge = block_at(span, i, BLOCK_M, PART, True)
-        q_pos = positions(seq.q_start + m, BLOCK_M, not attention.exact)[None, :]
+        q_pos = (seq.q_start + m + tl.arange(0, BLOCK_M))[None, :]
         q_tile = load_tile(queries.q, m, seq.M, BLOCK_M, k_tile.shape[1], attention.D, CHECK)
         pivot = load_rows(rows.pivot, base, m, BLOCK_M)[None, :]
         norm = None if rows.norm is None else load_rows(rows.norm, base, m, BLOCK_M)[None, :]
@@ -175,7 +176,7 @@ def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, s
     first, last = bounds(span, BLOCK_N, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N):
         n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
-        k_pos = positions(n, BLOCK_N, not attention.exact)[None, :]
+        k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, do_tile.shape[1], attention.DV, CHECK)
         ds, capped = dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, edge)

@@ -32,17 +32,6 @@ FULL, EDGES, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # parts of
 
 
 @triton.jit
-def positions(first, ROWS: tl.constexpr, LEAN: tl.constexpr):
-    """first .. first + ROWS - 1. LEAN: added up in an order in which nothing but 8 lanes outlives a trip through a loop over
-    `first`, and the compiler no longer knows that they follow one another."""
-    if LEAN:
-        lanes = (first + tl.arange(0, 8))[None, :]
-        return tl.reshape(lanes + 8 * tl.arange(0, ROWS // 8)[:, None], [ROWS])
-    else:
-        return first + tl.arange(0, ROWS)
-
-
-@triton.jit
 def visible(band, q_pos, k_pos, N):
     """Visibility of keys to queries (shapes broadcast). Both right limits are one number per query: one compare a side."""
     last = N - 1 + 0 * q_pos  # of the shape of q_pos

@@ -56,7 +56,9 @@ def decode(q, k, v, pages, page_size, part_out, part_lse, attention, SPLITS: tl.
     last = None if WHOLE else seq.N - 1
     kh, vh = Head(k, b, kv_head, 0, table, page_size, last), Head(v, b, kv_head, 0, table, page_size, last)
     state = start(BLOCK_M, COLS_V, attention.acc)
-    state = attend(state, q_tile, seq.q_start + row, kh, vh, b, h[:, None], seq, Span(first, end, first, first), attention, BLOCK_N, EDGES)
+    state = attend(
+        state, q_tile, seq.q_start + row, kh, vh, b, h[:, None], seq, Span(first, end, first, first), attention, BLOCK_N, EDGES
+    )
     out, _, _, lse = finish(state, None, attention.exact)
 
     to = ((tl.cast(split, tl.int64) * sizes.batch + b) * sizes.heads + h) * seq.M + row

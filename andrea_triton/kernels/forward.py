@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span, positions
+from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span
 from andrea_triton.kernels.numerics import hold, product
 from andrea_triton.kernels.softmax import State, add_sum, finish, start, step
 from andrea_triton.kernels.tile import drop, logits_tile
@@ -26,10 +26,11 @@ def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.c
            PART: tl.constexpr):  # fmt: skip
     """Online-softmax state after a part of the span."""
     CHECK: tl.constexpr = PART != FULL
+    LEAN: tl.constexpr = PART == ALL and not attention.exact  # positions at edges are made there, not kept in registers
     first, last = bounds(span, BLOCK_N, PART, attention.band.left is not None)
-    for i in tl.range(first, last, BLOCK_N):
+    for i in tl.range(first, last, BLOCK_N, disable_licm=LEAN):
         n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
-        k_pos = positions(n, BLOCK_N, not attention.exact)
+        k_pos = n + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, edge)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, state.acc.shape[1], attention.DV, CHECK)

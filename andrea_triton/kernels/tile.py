@@ -31,8 +31,8 @@ class Attention(NamedTuple):
 
 @triton.jit
 def logits_tile(x, y, q_pos, k_pos, b, h, seq, attention, edge):
-    """(logits, capped) of one tile: x y^T, terms, and at an edge the band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its transpose. Where
-    attention.exact is False there are no terms, and both are products that nobody has scaled yet."""
+    """(logits, capped) of one tile: x y^T, terms, and at an edge the band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its
+    transpose. Where attention.exact is False there are no terms, and both are products that nobody has scaled yet."""
     FAST: tl.constexpr = x.dtype.primitive_bitwidth < 32
     s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision)
     capped = s

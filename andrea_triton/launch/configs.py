@@ -104,12 +104,22 @@ SPECIAL = {
     ("dkdv", "ampere", "dropout"): {64: C(16, 128)},
     ("dkdv", "ada", "dropout"): {64: C(16, 128)},
     ("dkdv", "ampere", "grouped"): {64: H(16, 128)},
-    ("dkdv", "hopper", "dropout"): {64: C(64, 64, 4, 1)},
+    ("dkdv", "hopper", "dropout"): {64: S(32, 64, 4, 3, 3)},
     ("dkdv", "ampere", "terms"): {64: C(16, 128)},
     ("dkdv", "ada", "terms"): {64: C(16, 128)},
     ("forward", "ampere", "matrix"): {64: C(64, 64)},
     ("forward", "ada", "matrix"): {64: C(64, 64)},
-    ("forward", "hopper", "matrix"): {64: C(64, 64)},
+    ("forward", "hopper", "matrix"): {64: S(64, 64, 4, 3, 3)},
+    ("forward", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
+    ("dkdv", "hopper", "slopes"): {64: S(32, 64, 4, 3, 3)},
+    ("dq", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
+    ("forward", "hopper", "terms"): {64: C(64, 64)},
+    ("dkdv", "hopper", "terms"): {64: S(32, 64, 4, 3, 3)},
+    ("dq", "hopper", "terms"): {64: S(64, 64, 4, 3, 3)},
+    ("forward", "hopper", "dropout"): {64: S(64, 64, 4, 3, 3)},
+    ("dq", "hopper", "dropout"): {64: S(64, 64, 4, 3, 3)},
+    ("dkdv", "hopper", "matrix"): {64: S(32, 64, 4, 3, 3)},
+    ("dq", "hopper", "matrix"): {64: C(64, 64, 4, 3)},
     ("dkdv", "ampere", "matrix"): {64: C(32, 64, 4, 1)},
     ("dkdv", "ada", "matrix"): {64: C(32, 64, 4, 1)},
     ("dq", "ada", "dropout"): {64: H(128, 16)},
@@ -137,10 +147,10 @@ SPECIAL = {
 # The consumer cards after ada take its tiles.
 HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forward", "dkdv", "dq")})
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
-# plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and no
-# sinks; grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. dropout: with random numbers.
-# slopes: ALiBi. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32, by how it
-# is multiplied.
+# plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and no sinks;
+# grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. slopes: ALiBi. dropout: with random
+# numbers. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32,
+# by how it is multiplied.
 KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "terms", "matrix", "ieee", "tf32")
 SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32")  # the kinds that take what tune.use gives
 # The kernels that run over the same tiles as another one.

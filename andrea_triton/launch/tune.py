@@ -235,9 +235,9 @@ def use(file: str | os.PathLike[str] | None) -> None:
 
 def _checked(kernel: str, tile: Sequence[Any]) -> Config:
     config = Config(*tile)
-    rows, cols, warps, stages, held = config
-    known = kernel in KERNELS and rows in SIDES and cols in SIDES and held in (False, True)
-    if not known or warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8:
+    rows, cols, warps, stages, held, one_loop, programs = config
+    known = kernel in KERNELS and rows in SIDES and cols in SIDES and {held, one_loop} <= {False, True}
+    if not known or warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8 or not 0 <= programs <= 16:
         raise ValueError(f"no tile {list(tile)} for {kernel}")
     return config
 

@@ -16,6 +16,7 @@ from andrea_triton.testing import Case
 from tests.compiled.replay import attention, decoding, finding
 
 TILES = tuple((name, Config(32, 32, 2, 2, True)) for name in ("forward", "dkdv", "dq"))
+ONE_LOOP = tuple((name, Config(32, 32, 2, 2, False, True)) for name in ("forward", "dkdv", "dq"))
 CAUSAL = Case("causal", HQ=2, HKV=1, M=100, N=150, D=32, causal=True)
 WINDOW = Case("window", HQ=1, M=130, D=32, causal=True, window=90)
 GUARDED = Case("empty rows, inside NaN", HQ=1, M=130, N=100, D=24, causal=True, layout="guarded")
@@ -33,6 +34,7 @@ class Planted(NamedTuple):
     old: str
     new: str
     case: Case = CAUSAL
+    tiles: tuple[tuple[str, Config], ...] = TILES
 
 
 SOURCE: dict[str, Planted] = {
@@ -50,6 +52,11 @@ SOURCE: dict[str, Planted] = {
     "ragged query block left out": Planted(bands.query_span, "seq.M\n", "round_down(seq.M, BLOCK_M)\n"),
     "held tiles changed": Planted(numerics.hold, "(x + tl.dot(", "(tl.dot("),
     "jump over full blocks forgotten": Planted(bands.block_at, "end - first", "0", WINDOW),
+    "last edge not checked": Planted(bands.block_at, "i + BLOCK > span.all_hi", "i > span.all_hi", CAUSAL, ONE_LOOP),
+    "first edge not checked": Planted(bands.block_at, "(i < span.all_lo) | ", "", WINDOW, ONE_LOOP),
+    "edge of queries not checked": Planted(bands.query_span, "lo + BLOCK_N - 1, seq.M", "lo, seq.M", CAUSAL, ONE_LOOP),
+    "one loop that ends with the full blocks": Planted(bands.bounds, "span.lo, span.hi\n", "first, end\n", CAUSAL, ONE_LOOP),
+    "sum of half the lanes": Planted(softmax.add_sum, "tl.sum(tl.reshape(sums", "tl.max(tl.reshape(sums", CAUSAL, ONE_LOOP),
     "max replaced by min": Planted(softmax.step, "tl.maximum", "tl.minimum"),
     "row sum not rescaled": Planted(softmax.add_sum, "* alpha[:, None]", ""),
     "output not rescaled": Planted(forward.attend, "state.acc * alpha[:, None]", "state.acc"),
@@ -84,8 +91,8 @@ SOURCE: dict[str, Planted] = {
 
 FIRST = (
     "mask dropped", "tail mask of loads dropped", "causal band off by one", "lse without its pivot", "output not rescaled",
-    "held tiles changed", "wrong head in GQA, forward", "dlse forgotten", "a part of the keys left out", "page of another row",
-    "another query's head", "parts not weighed",
+    "held tiles changed", "last edge not checked", "wrong head in GQA, forward", "dlse forgotten", "a part of the keys left out",
+    "page of another row", "another query's head", "parts not weighed",
 )  # fmt: skip
 """Bugs that every run plants, some in each module; the others with -m slow."""
 PLANTED = [pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST)) for name in SOURCE]
@@ -111,7 +118,7 @@ def planted(bug: Planted) -> Iterator[None]:
 @pytest.mark.parametrize("name", PLANTED)
 def test_bug_in_the_source(name: str, score: dict[str, str]) -> None:
     case = SOURCE[name].case
-    call = decoding("sm_80") if case is DECODE else attention(case, "sm_80", TILES)
+    call = decoding("sm_80") if case is DECODE else attention(case, "sm_80", SOURCE[name].tiles)
     with planted(SOURCE[name]):
         score[name] = finding(call, call.launches[0].launch.name)
     assert score[name]

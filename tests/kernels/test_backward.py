@@ -17,7 +17,7 @@ from andrea_triton.reference import reference
 from andrea_triton.spec import make_spec
 from andrea_triton.testing import Case, Inputs, assert_accurate, cast, check, make_inputs
 
-TILES = [Config(32, 16), Config(16, 32)]
+TILES = [Config(32, 16), Config(16, 32), Config(32, 16, ONE_LOOP=True), Config(16, 32, ONE_LOOP=True)]
 SHAPES = [
     Case("causal", HQ=1, M=40, D=20, causal=True),
     Case("window", HQ=1, M=50, N=40, D=16, window=(20, 3)),
@@ -40,7 +40,7 @@ def use_tile(tile: Config, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(plan, "candidates", lambda name, *_: (DELTA if name in ("delta", "dsinks") else tile,))
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.BLOCK_M}x{t.BLOCK_N}")
+@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("case", SHAPES, ids=lambda c: c.name)
 def test_every_tile_shape_is_accurate(case: Case, tile: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tile(tile, monkeypatch)

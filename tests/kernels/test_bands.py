@@ -12,7 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andrea_triton.kernels.bands import ALL, EDGES, FULL, Band, block_at, bounds, full_blocks, key_span, query_span, round_down, round_up, visible
+from andrea_triton.kernels.bands import (
+    ALL,
+    EDGES,
+    FULL,
+    Band,
+    block_at,
+    bounds,
+    full_blocks,
+    key_span,
+    query_span,
+    round_down,
+    round_up,
+    visible,
+)
 from andrea_triton.kernels.views import Seq
 
 Interpreted = Callable[..., None]

@@ -274,7 +274,7 @@ def test_the_forward_at_home_shape_on_sm_80() -> None:
 
 @pytest.mark.parametrize(
     ("target", "overlap", "serial"),
-    [("sm_90", 519, 399), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_80", 191, 104), ("sm_89", 117, 87)))],
+    [("sm_90", 632, 394), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_80", 191, 104), ("sm_89", 117, 87)))],
 )
 def test_the_backward_at_home_shape(target: str, overlap: float, serial: float) -> None:
     """What the tiles count, held against longer code. Others count better and are slower by the clock: pipes are blind to
@@ -284,10 +284,10 @@ def test_the_backward_at_home_shape(target: str, overlap: float, serial: float) 
 
 
 def test_the_forward_at_home_shape_on_sm_90() -> None:
-    """By tensor descriptors: few registers, so four programs on a multiprocessor."""
+    """By tensor descriptors and under a cap on registers, so three programs on a multiprocessor."""
     row = counted("sm_90", 64, "bf16", "causal", 1024)[0]
-    assert row.config == Config(64, 64, 4, 2) and row.code is not None
-    assert (row.code.spill_loads, row.code.spill_stores) == (0, 0) and row.code.ctas_per_sm >= 4
+    assert row.config == Config(128, 64, 4, 3, False, True, 3) and row.code is not None
+    assert (row.code.spill_loads, row.code.spill_stores) == (0, 0) and row.code.ctas_per_sm == 3
     full, _ = row.loops()
     assert full is not None and full.overlap_tflops >= 807 and full.serial_tflops >= 436
 

@@ -114,7 +114,10 @@ def test_what_does_not_compile_or_fit_is_skipped_and_counted(monkeypatch: pytest
     assert list(found) == ["forward", "dq"] and len(ticks) == 2 * 6
     assert [t.config for t in found["forward"][:3]] == [Config(64, 16), Config(16, 32), OWN]
     (line, _) = entries(SETTING, found, {name: trials[2].config for name, trials in found.items()})
-    assert line["tile"] == [64, 16, 4, 2, False] and line["skipped"] == {"does not compile": 1, "does not fit the card": 2}
+    assert line["tile"] == [64, 16, 4, 2, False, False, 0] and line["skipped"] == {
+        "does not compile": 1,
+        "does not fit the card": 2,
+    }
 
 
 def test_a_card_without_room_fits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
