@@ -1,6 +1,6 @@
 """What the compiler made of the kernels, counted without a GPU: `python -m bench static` writes JSON lines and draws them.
 
-The committed table, results/static.jsonl, is what tests/launch/test_static.py holds later kernels against.
+The committed table, results/static.jsonl, is what tests/counting/test_static.py holds later kernels against.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def wanted(targets: Sequence[str], dims: Sequence[int], dtypes: Sequence[str], v
     asked = (targets, dims, dtypes, variants)
     found = [call for call in CALLS if all(not some or value in some for value, some in zip(call, asked, strict=True))]
     if not found:
-        raise ValueError(f"the table has no call with all of {asked}; python -m andrea_triton.launch.report counts any call")
+        raise ValueError(f"the table has no call with all of {asked}; python -m andrea_triton.counting.report counts any call")
     return found
 
 
@@ -69,7 +69,7 @@ def count_all(calls: Sequence[Call], file: Path) -> list[Row]:
     """
     from tqdm import tqdm
 
-    from andrea_triton.launch.report import as_json, count
+    from andrea_triton.counting.report import as_json, count
 
     kept = [row for row in read_rows(file) if call_of(row) not in set(calls)] if file.exists() else []
     for target, dim, dtype, variant in tqdm(calls, desc="compiling", unit="call", ascii=" ="):
@@ -87,7 +87,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The lines of a file that count_all, or `python -m andrea_triton.launch.report --json`, wrote."""
+    """The lines of a file that count_all, or `python -m andrea_triton.counting.report --json`, wrote."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 

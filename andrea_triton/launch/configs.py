@@ -62,12 +62,11 @@ def S(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, programs: int
     return Config(BLOCK_M, BLOCK_N, num_warps, num_stages, False, True, programs)
 
 
-# (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Counted with launch/report.py (Triton 3.9, bf16, causal): no
-# spill in a main loop for head dims 32, 64 and 128 on ampere, ada and hopper, two programs on a multiprocessor where the
-# registers allow it. At head dim 64 ampere, ada and hopper were chosen by a simulation of the compiled code clock by clock, on
-# Triton 3.6 and 3.9, lengths 1k and 8k: counts are blind to the latency that stages and more, smaller programs hide. The other
-# head dims were chosen by counts. Turing has no bf16 products and Triton gives it none for fp16 either: small tiles, plain
-# arithmetic.
+# (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Ampere and ada at head dim 64, and hopper throughout, were
+# chosen by a simulation of the compiled code clock by clock (counting/, Triton 3.9, bf16, causal, lengths 1k and 8k, hopper under
+# two guesses of the bandwidth of L2): counts of instructions are blind to the latency that stages and more, smaller programs
+# hide. The others were chosen by such counts. No spill in a main loop of a causal call for head dims 32, 64 and 128 on ampere,
+# ada and hopper. Turing has no bf16 products and Triton gives it none for fp16 either: small tiles, plain arithmetic.
 HALF = {
     ("forward", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32), 256: C(32, 32, 4, 1)},
     ("forward", "turing"): {32: C(32, 32, 4, 1), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1), 256: C(16, 32, 8, 1)},

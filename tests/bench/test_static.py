@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import triton
 
-from andrea_triton.launch import report
-from andrea_triton.launch.cards import CARDS
+from andrea_triton.counting import report
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.report import DTYPES
 from andrea_triton.launch.configs import Config, candidates
-from andrea_triton.launch.report import DTYPES
 from bench import static
 from bench.static import (
     CALLS,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from andrea_triton.launch.cards import CARDS, Card
+from andrea_triton.counting.cards import CARDS, Card
 from andrea_triton.launch.compile import compiled, gpu_target
 from andrea_triton.launch.configs import (
     DELTA,

@@ -18,9 +18,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import attention, target, testing, varlen_attention
+from andrea_triton.counting import report, tune
 from andrea_triton.errors import CompileError
 from andrea_triton.launch import compile as compiler
-from andrea_triton.launch import plan, report, run, tune
+from andrea_triton.launch import plan, run
 from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.plan import Launch
 from andrea_triton.problem import Problem, make_problem

@@ -1,6 +1,6 @@
 """Compile what a call would launch for any target, without that GPU, and say what the machine code will cost.
 
-`compiled_launches` gives the launches of one call, for any executor to run. `python -m andrea_triton.launch.report` counts
+`compiled_launches` gives the launches of one call, for any executor to run. `python -m andrea_triton.counting.report` counts
 them over head dims, dtypes and targets, prints a table, and writes JSON lines with --json; --help says more.
 """
 
@@ -23,14 +23,14 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from andrea_triton import target as targets
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.machine_code import Loop, MachineCode, read
 from andrea_triton.errors import CompileError, DTypeError, FitError, ShapeError
 from andrea_triton.kernels.views import PAD
 from andrea_triton.launch import run
-from andrea_triton.launch.cards import CARDS
 from andrea_triton.launch.compile import compiled, flatten, gpu_target
 from andrea_triton.launch.configs import Config
 from andrea_triton.launch.descriptors import expanded, without_descriptors
-from andrea_triton.launch.machine_code import Loop, MachineCode, read
 from andrea_triton.launch.plan import Grads, Launch, Saved, backward_plan, forward_plan, row_blocks, tiled, unit_stride
 from andrea_triton.problem import Problem, accumulator, make_problem
 from andrea_triton.spec import Mask, Score, Window, make_spec
@@ -353,7 +353,7 @@ def _with_progress(calls: Iterable[Any], total: int) -> Iterable[Any]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m andrea_triton.launch.report",
+        prog="python -m andrea_triton.counting.report",
         description="Count the machine code of attention, forward and backward, for any target, without that GPU.",
         epilog="instructions: of one warp for one tile, in the loops over full blocks and over edges. TFLOP/s: of the card in "
         "full blocks, modelled: all pipes overlap / matrix products overlap with nothing.",

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from andrea_triton.counting import report
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.report import CompiledLaunch, compiled_launches
 from andrea_triton.errors import AndreaError, CompileError, DTypeError, ShapeError
-from andrea_triton.launch import report
-from andrea_triton.launch.cards import CARDS
 from andrea_triton.launch.configs import Config
-from andrea_triton.launch.report import CompiledLaunch, compiled_launches
 from andrea_triton.problem import make_problem
 from andrea_triton.reference import reference
 from andrea_triton.spec import make_spec

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import triton
 
-from andrea_triton.launch import report
+from andrea_triton.counting import report
 
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "static.jsonl"
 TOLERANCE = 1.02

@@ -1,8 +1,8 @@
 """Search for tilings, offline and on request, and take what was found: nothing here runs by itself.
 
-`python -m andrea_triton.launch.tune --out tiles.json` compiles many tilings of each kernel, ranks them by time on this GPU, or by
-the model of machine_code.py where there is none, and writes the best as a table. `tune.use("tiles.json")` makes later calls take
-them.
+`python -m andrea_triton.counting.tune --out tiles.json` compiles many tilings of each kernel, ranks them by time on this GPU, or
+by the model of machine_code.py where there is none, and writes the best as a table. `tune.use("tiles.json")` makes later calls
+take them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from triton.testing import do_bench
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import target as targets
+from andrea_triton.counting import report
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.machine_code import Loop
 from andrea_triton.errors import CompileError, FitError, ShapeError
-from andrea_triton.launch import configs, report, run
-from andrea_triton.launch.cards import CARDS
+from andrea_triton.launch import configs, run
 from andrea_triton.launch.compile import flatten
 from andrea_triton.launch.configs import Config
-from andrea_triton.launch.machine_code import Loop
 from andrea_triton.launch.plan import Launch
 from andrea_triton.launch.start import go, ready
 from andrea_triton.problem import Problem, make_problem
@@ -208,7 +209,7 @@ def use(file: str | os.PathLike[str] | None) -> None:
     Kernels already captured in a CUDA graph stay as they are.
 
     Args:
-        file: what `python -m andrea_triton.launch.tune --out FILE` wrote; None goes back to the library's own tiles.
+        file: what `python -m andrea_triton.counting.tune --out FILE` wrote; None goes back to the library's own tiles.
 
     Raises:
         ShapeError: the file is no such table.
@@ -226,7 +227,7 @@ def use(file: str | os.PathLike[str] | None) -> None:
             table[x["kernel"], x["target"], configs.bucket(x["D"]), x["bytes"]] = _checked(x["kernel"], x["tile"])
     except (ValueError, KeyError, TypeError) as error:
         raise ShapeError(
-            f"{file} is no table of tiles ({error}); write one with python -m andrea_triton.launch.tune --out FILE"
+            f"{file} is no table of tiles ({error}); write one with python -m andrea_triton.counting.tune --out FILE"
         ) from error
     configs.TUNED.clear()
     configs.TUNED.update(table)
@@ -244,11 +245,11 @@ def _checked(kernel: str, tile: Sequence[Any]) -> Config:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m andrea_triton.launch.tune",
+        prog="python -m andrea_triton.counting.tune",
         description="Search for the best tiles of the kernels of causal attention and write them to a table. On the GPU that is "
         "searched for they are ranked by time; without it by a model of the compiled code, which needs no GPU.",
-        epilog="The library takes a table when told: andrea_triton.launch.tune.use('tiles.json'). A tiling that does not compile "
-        "or does not fit the card is skipped and counted. About 8 s a tiling on one core, most of it compiling; a short first "
+        epilog="The library takes a table when told: andrea_triton.counting.tune.use('tiles.json'). A tiling that does not "
+        "compile or does not fit the card is skipped and counted. About 8 s a tiling on one core, most of it compiling; a short first "
         "search: --kernel forward --rows 64 128 --cols 32 64 --stages 2",
     )
     here = targets.target_of(torch.device("cuda")) if targets.has_gpu() else None
@@ -317,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete = complete and all(trials[0].cost is not None for trials in found.values())
         record = {"format": FORMAT, "made": provenance(asked.rank), "entries": lines}
         asked.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"\nTable: {asked.out}\nTo take it: andrea_triton.launch.tune.use({str(asked.out)!r})")
+    print(f"\nTable: {asked.out}\nTo take it: andrea_triton.counting.tune.use({str(asked.out)!r})")
     return int(not complete)
 
 

@@ -26,10 +26,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from andrea_triton.counting import opcodes
+from andrea_triton.counting.assembly import Instruction, Listing, Trip, main_loops, parse_amd, parse_nvidia
+from andrea_triton.counting.cards import Card
 from andrea_triton.errors import CompileError
-from andrea_triton.launch import opcodes
-from andrea_triton.launch.assembly import Instruction, Listing, Trip, main_loops, parse_amd, parse_nvidia
-from andrea_triton.launch.cards import Card
 
 _INTEGER_LANES = 64
 _ISSUE = 4
@@ -192,7 +192,7 @@ def ctas_per_sm(card: Card, *, registers: int, shared: int, num_warps: int, tmem
         The count; 0 if a single CTA does not fit.
 
     Example:
-        >>> from andrea_triton.launch.cards import CARDS
+        >>> from andrea_triton.counting.cards import CARDS
         >>> ctas_per_sm(CARDS["sm_80"], registers=255, shared=32768, num_warps=4)
         2
     """

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from andrea_triton.counting import report, tune
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.tune import Setting, Trial, entries, search, use, visited
 from andrea_triton.errors import CompileError, FitError, ShapeError
-from andrea_triton.launch import report, run, tune
-from andrea_triton.launch.cards import CARDS
+from andrea_triton.launch import run
 from andrea_triton.launch.configs import TUNED, Config, candidates
-from andrea_triton.launch.tune import Setting, Trial, entries, search, use, visited
 
 TINY = [
     "--target", "sm_80", "--kernel", "forward", "--d", "16", "--dtype", "fp16", "--rows", "32", "--cols", "32", "--warps", "4",
