@@ -249,8 +249,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Search for the best tiles of the kernels of causal attention and write them to a table. On the GPU that is "
         "searched for they are ranked by time; without it by a model of the compiled code, which needs no GPU.",
         epilog="The library takes a table when told: andrea_triton.counting.tune.use('tiles.json'). A tiling that does not "
-        "compile or does not fit the card is skipped and counted. About 8 s a tiling on one core, most of it compiling; a short first "
-        "search: --kernel forward --rows 64 128 --cols 32 64 --stages 2",
+        "compile or does not fit the card is skipped and counted. About 8 s a tiling on one core, most of it compiling; a short "
+        "first search: --kernel forward --rows 64 128 --cols 32 64 --stages 2",
     )
     here = targets.target_of(torch.device("cuda")) if targets.has_gpu() else None
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("tiles.json"), help="the table (tiles.json)")

@@ -220,9 +220,9 @@ def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
 
 def _smaller(config: Config) -> Config:
     """Half the larger side of the tile; at the end of that, one stage."""
-    m, n, warps, stages, *rest = config
-    if stages > 1 and max(m, n) <= 32:
-        return Config(m, n, warps, 1, *rest)
+    m, n = config.BLOCK_M, config.BLOCK_N
+    if config.num_stages > 1 and max(m, n) <= 32:
+        return config._replace(num_stages=1)
     if max(m, n) > 16:
-        return Config(m // 2 if m >= n else m, n if m >= n else n // 2, warps, stages, *rest)
+        return config._replace(BLOCK_M=m // 2) if m >= n else config._replace(BLOCK_N=n // 2)
     return SMALLEST
