@@ -27,7 +27,7 @@ from triton.testing import do_bench
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import target as targets
-from andrea_triton.counting import report
+from andrea_triton.counting import calls, launches, report
 from andrea_triton.counting.cards import CARDS
 from andrea_triton.counting.machine_code import Loop
 from andrea_triton.errors import CompileError, FitError, ShapeError
@@ -52,7 +52,7 @@ class Setting(NamedTuple):
 
     target: str
     D: int
-    dtype: str  # a name in report.DTYPES
+    dtype: str  # a name in calls.DTYPES
     batch: int = 1
     heads: int = 12
     length: int = 1024
@@ -88,11 +88,11 @@ def cycles(loop: Loop, config: Config) -> float:
     return loop.serial * config.BLOCK_M * config.BLOCK_N if loop.serial == loop.serial else max(loop.cycles.values())
 
 
-def modelled(planned: report.Planned, problem: Problem, setting: Setting, config: Config) -> Trial:
+def modelled(planned: launches.Planned, problem: Problem, setting: Setting, config: Config) -> Trial:
     """A tiling, ranked by its machine code."""
     launch, outputs = planned
     chosen = replace(launch, configs=(config,))
-    code = report.machine_code(report.compile_launch(chosen, problem, setting.target, outputs), setting.target)
+    code = calls.machine_code(launches.compile_launch(chosen, problem, setting.target, outputs), setting.target)
     count = report.Count(setting.target, setting.D, setting.dtype, "causal", launch.name, config, code)
     full, edge = count.loops()
     if full is None or edge is None:
@@ -130,12 +130,12 @@ def search(
         For each kernel its trials, best first, those that were skipped last.
     """
     device = torch.device("cuda" if rank == "time" else "cpu")
-    dtype = report.DTYPES[setting.dtype]
+    dtype = calls.DTYPES[setting.dtype]
     shape = (setting.batch, setting.heads, setting.length, setting.D)
     q, k, v, dout = (run.allocate(shape, dtype, device).normal_() for _ in range(4))
     problem = make_problem(q, k, v, make_spec(causal=True))
     precision = "tf32" if setting.dtype == "tf32" else "ieee"
-    plan = report.planned(q, k, v, dout, None, problem, setting.target, precision)
+    plan = launches.planned(q, k, v, dout, None, problem, setting.target, precision)
     found: dict[str, list[Trial]] = {}
     for planned in plan:
         launch = planned[0]
@@ -157,7 +157,7 @@ def rank_of(trial: Trial) -> tuple[bool, bool, float]:
     return trial.cost is None, not trial.good, trial.cost or 0.0
 
 
-def _tried(planned: report.Planned, problem: Problem, setting: Setting, config: Config, rank: str) -> Trial:
+def _tried(planned: launches.Planned, problem: Problem, setting: Setting, config: Config, rank: str) -> Trial:
     try:
         return timed(planned[0], problem, config) if rank == "time" else modelled(planned, problem, setting, config)
     except FitError:
@@ -183,7 +183,7 @@ def provenance(rank: str) -> dict[str, Any]:
 def own_tile(kernel: str, setting: Setting) -> Config:
     """What the library takes."""
     kind = {"fp32": "ieee", "tf32": "tf32", "fp64": "plain"}.get(setting.dtype, "causal")
-    itemsize = report.DTYPES[setting.dtype].itemsize
+    itemsize = calls.DTYPES[setting.dtype].itemsize
     return configs.candidates(kernel, setting.target, setting.D, itemsize, setting.length, setting.length, kind)[0]
 
 
@@ -196,7 +196,7 @@ def entries(setting: Setting, found: dict[str, list[Trial]], own: dict[str, Conf
             continue
         reasons = [t.skipped for t in trials if t.skipped]
         lines.append(
-            {"kernel": kernel, **setting._asdict(), "bytes": report.DTYPES[setting.dtype].itemsize, "tile": list(best.config),
+            {"kernel": kernel, **setting._asdict(), "bytes": calls.DTYPES[setting.dtype].itemsize, "tile": list(best.config),
              "cost": best.cost, "own": list(own[kernel]), "own_cost": next(t.cost for t in trials if t.config == own[kernel]),
              "tried": len(trials), "skipped": {reason: reasons.count(reason) for reason in sorted(set(reasons))}}
         )  # fmt: skip
@@ -259,8 +259,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel", metavar="NAME", nargs="+", default=list(KERNELS), choices=KERNELS,
                         help=f"any of {', '.join(KERNELS)}; default: all")  # fmt: skip
     parser.add_argument("--d", metavar="D", nargs="+", type=int, default=[64], help="head dims; default: 64")
-    parser.add_argument("--dtype", metavar="NAME", nargs="+", default=["bf16"], choices=list(report.DTYPES),
-                        help=f"any of {', '.join(report.DTYPES)}, one of each size; default: bf16")  # fmt: skip
+    parser.add_argument("--dtype", metavar="NAME", nargs="+", default=["bf16"], choices=list(calls.DTYPES),
+                        help=f"any of {', '.join(calls.DTYPES)}, one of each size; default: bf16")  # fmt: skip
     for name, sizes, text in (("rows", SIDES[1:], "query rows of a tile"), ("cols", SIDES[1:], "key rows of a tile"),
                               ("warps", WARPS, "warps"), ("stages", STAGES, "pipeline stages")):  # fmt: skip
         known = SIDES if name in ("rows", "cols") else sizes
@@ -274,7 +274,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     asked = parser.parse_args(argv)
     if asked.target is None:
         parser.error(f"there is no GPU here: name a --target, any of {', '.join(CARDS)}")
-    if len({report.DTYPES[name].itemsize for name in asked.dtype}) < len(asked.dtype):
+    if len({calls.DTYPES[name].itemsize for name in asked.dtype}) < len(asked.dtype):
         parser.error(f"--dtype {' '.join(asked.dtype)} are of one size, and tiles depend on the size: name one of them")
     asked.rank = "time" if asked.target == here else "model"
     return asked

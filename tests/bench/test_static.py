@@ -8,8 +8,8 @@ import pytest
 import triton
 
 from andrea_triton.counting import report
+from andrea_triton.counting.calls import DTYPES
 from andrea_triton.counting.cards import CARDS
-from andrea_triton.counting.report import DTYPES
 from andrea_triton.launch.configs import Config, candidates
 from bench import static
 from bench.static import (

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from andrea_triton.counting import report
+from andrea_triton.counting import launches, report
 from andrea_triton.counting.cards import CARDS
-from andrea_triton.counting.report import CompiledLaunch, compiled_launches
+from andrea_triton.counting.launches import CompiledLaunch, compiled_launches
 from andrea_triton.errors import AndreaError, CompileError, DTypeError, ShapeError
 from andrea_triton.launch.configs import Config
 from andrea_triton.problem import make_problem
@@ -106,7 +106,7 @@ def planned(**extras: Any) -> list[str]:
     """Names of the launches of a call with more than q, k and v, which are not compiled."""
     q, k, v, dout, *_ = INPUTS
     problem = make_problem(q, k, v, make_spec(causal=True), **extras)
-    return [launch.name for launch, _ in report.planned(q, k, v, dout, None, problem, "sm_80", "ieee")]
+    return [launch.name for launch, _ in launches.planned(q, k, v, dout, None, problem, "sm_80", "ieee")]
 
 
 def test_gradients_of_bias_and_sinks_are_made_where_they_are_wanted() -> None:
@@ -119,7 +119,7 @@ def test_gradients_of_bias_and_sinks_are_made_where_they_are_wanted() -> None:
 def test_a_broadcast_bias_gets_a_gradient_of_its_own_shape() -> None:
     q, k, v, dout, *_ = INPUTS
     problem = make_problem(q, k, v, make_spec(), bias=torch.zeros(4, 1, 70, requires_grad=True))
-    *_, (launch, outputs) = report.planned(q, k, v, dout, None, problem, "sm_80", "ieee")
+    *_, (launch, outputs) = launches.planned(q, k, v, dout, None, problem, "sm_80", "ieee")
     assert launch.name == "dbias"
     assert outputs["dbias"].shape == (1, 4, 1, 70)
 
@@ -145,7 +145,7 @@ def test_what_starts_no_program_is_left_out() -> None:
     empty, k, dout = INPUTS.q[:, :, :0], INPUTS.k, INPUTS.dout[:, :, :0]
     assert compiled_launches(empty, k, k) == []
     problem = make_problem(empty, k, k, make_spec())
-    assert [launch.name for launch, _ in report.planned(empty, k, k, dout, None, problem, "sm_80", "ieee")] == ["dkdv"]
+    assert [launch.name for launch, _ in launches.planned(empty, k, k, dout, None, problem, "sm_80", "ieee")] == ["dkdv"]
 
 
 WRONG: list[tuple[dict[str, Any], type[AndreaError], str]] = [
@@ -169,8 +169,8 @@ def forward_with(configs: tuple[Config, ...], limit: int, monkeypatch: pytest.Mo
     card = dataclasses.replace(CARDS["sm_80"], shared_per_cta=limit)
     monkeypatch.setattr(report, "CARDS", {"sm_80": card})
     problem = make_problem(INPUTS.q, INPUTS.k, INPUTS.v, make_spec(causal=True))
-    ((launch, outputs),) = report.planned(INPUTS.q, INPUTS.k, INPUTS.v, None, None, problem, "sm_80", "ieee")
-    return report.compile_launch(dataclasses.replace(launch, configs=configs), problem, "sm_80", outputs)
+    ((launch, outputs),) = launches.planned(INPUTS.q, INPUTS.k, INPUTS.v, None, None, problem, "sm_80", "ieee")
+    return launches.compile_launch(dataclasses.replace(launch, configs=configs), problem, "sm_80", outputs)
 
 
 def test_a_tiling_that_does_not_fit_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

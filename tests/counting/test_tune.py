@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from andrea_triton.counting import report, tune
+from andrea_triton.counting import launches, report, tune
 from andrea_triton.counting.cards import CARDS
 from andrea_triton.counting.tune import Setting, Trial, entries, search, use, visited
 from andrea_triton.errors import CompileError, FitError, ShapeError
@@ -62,7 +62,7 @@ def test_a_planted_table_changes_the_tile_that_is_taken_and_nothing_else(tmp_pat
     assert {key for key in before if before[key] != after[key]} == {("forward", "sm_80", 64, 2)}
     assert tile() == tile(D=40) == Config(64, 32, 8, 3)
     q = torch.zeros(1, 1, 64, 64, dtype=torch.float16)
-    assert report.compiled_launches(q, q, q, target="sm_80")[0].config == Config(64, 32, 8, 3)
+    assert launches.compiled_launches(q, q, q, target="sm_80")[0].config == Config(64, 32, 8, 3)
     use(None)
     assert {key: tile(*key) for key in before} == before and not TUNED
 
@@ -103,7 +103,7 @@ def test_a_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> None:
 def test_what_does_not_compile_or_fit_is_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {Config(32, 32): CompileError("no"), Config(64, 64): FitError("no"), Config(64, 32): FitError("no")}
 
-    def modelled(planned: report.Planned, problem: Any, setting: Setting, config: Config) -> Trial:
+    def modelled(planned: launches.Planned, problem: Any, setting: Setting, config: Config) -> Trial:
         if config in wrong:
             raise wrong[config]
         return Trial(config, float(config.BLOCK_M), good=config.BLOCK_N == 16)

@@ -18,7 +18,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import attention, target, testing, varlen_attention
-from andrea_triton.counting import report, tune
+from andrea_triton.counting import launches, tune
 from andrea_triton.errors import CompileError
 from andrea_triton.launch import compile as compiler
 from andrea_triton.launch import plan, run
@@ -155,7 +155,7 @@ def timed(log: Path, config: Config) -> tuple[tune.Trial, list[Start]]:
     log.unlink(missing_ok=True)
     q = torch.zeros(1, 2, 70, 32, dtype=FP16)
     problem = make_problem(q, q, q, make_spec(causal=True))
-    launch = report.planned(q, q, q, None, None, problem, "sm_80", "ieee")[0][0]
+    launch = launches.planned(q, q, q, None, None, problem, "sm_80", "ieee")[0][0]
 
     def once(start: Callable[[], None], return_mode: str) -> float:
         start()
