@@ -1,7 +1,7 @@
 """Say what the machine code of calls will cost, for any target, without that GPU.
 
-`python -m andrea_triton.counting.report` counts
-them over head dims, dtypes and targets, prints a table, and writes JSON lines with --json; --help says more.
+`python -m andrea_triton.counting.report` counts and simulates them over head dims, dtypes and targets, prints a table, and writes
+JSON lines with --json; --help says more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import triton
 
 from andrea_triton.counting.calls import DTYPES, VARIANTS, call, machine_code
 from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.clocks import CLOCKS
+from andrea_triton.counting.launches import CompiledLaunch
 from andrea_triton.counting.machine_code import Loop, MachineCode
+from andrea_triton.counting.simulate import FLOPS, Setting, speeds
 from andrea_triton.errors import CompileError
 from andrea_triton.launch.configs import Config
 
@@ -36,6 +39,7 @@ class Count(NamedTuple):
     config: Config | None = None
     code: MachineCode | None = None
     error: str = ""
+    simulated: tuple[float, ...] = ()  # useful TFLOP/s at the lengths of simulate.SHAPES, where the card is simulated
 
     def loops(self) -> tuple[Loop | None, Loop | None]:
         """The loops over full blocks and over edges: of the main loops, the shortest and the longest."""
@@ -58,9 +62,19 @@ def count(target: str, D: int, dtype: str, variant: str, length: int) -> list[Co
     """
     try:
         launches = call(target, D, dtype, variant, length)
-        return [Count(target, D, dtype, variant, x.name, x.config, machine_code(x, target)) for x in launches]
+        return [
+            Count(target, D, dtype, variant, x.name, x.config, machine_code(x, target), "", simulated(x, target, variant))
+            for x in launches
+        ]
     except CompileError as error:
         return [Count(target, D, dtype, variant, "-", error=str(error).splitlines()[0])]
+
+
+def simulated(launch: CompiledLaunch, target: str, variant: str) -> tuple[float, ...]:
+    """Useful TFLOP/s at the lengths of simulate.SHAPES; none for a card or a kernel that is not simulated."""
+    if target not in CLOCKS or launch.name not in FLOPS:
+        return ()
+    return tuple(speeds(launch, target, Setting(CLOCKS[target], VARIANTS[variant].causal)) or ())
 
 
 def as_json(row: Count) -> str:
@@ -74,7 +88,7 @@ def as_json(row: Count) -> str:
         resources = dataclasses.asdict(row.code)
         del resources["loops"], resources["target"]
         record |= {"card": CARDS[row.target].name, **row.config._asdict(), **resources}
-        record |= {"full": _plain(full), "edge": _plain(edge)}
+        record |= {"full": _plain(full), "edge": _plain(edge), "simulated": [round(x, 1) for x in row.simulated]}
     return json.dumps(record)
 
 
@@ -86,7 +100,7 @@ def _plain(loop: Loop | None) -> dict[str, Any] | None:
 
 HEADER = (
     f"{'target':8}{'D':>4} {'dtype':6}{'variant':9}{'kernel':9}{'tile':>33}{'regs':>6}{'spills (in loops)':>19}"
-    f"{'shared KB':>12}{'CTAs':>6}{'instructions':>14}{'TFLOP/s':>12}  matrix products"
+    f"{'shared KB':>12}{'CTAs':>6}{'instructions':>14}{'TFLOP/s':>12}{'simulated':>11}  matrix products"
 )
 
 
@@ -100,9 +114,10 @@ def as_text(row: Count) -> str:
     shared = f"{code.shared_memory / 1024:.0f}/{code.shared_limit // 1024}"
     instructions = f"{full.total}/{edge.total}" if full and edge else "-"
     speed = "-" if full is None else _speeds(full.overlap_tflops, full.serial_tflops)
+    played = "/".join(f"{x:.0f}" for x in row.simulated) or "-"
     kinds = " ".join(code.mma_kinds) or "none"
     resources = f"{row.config!s:>33}{code.registers:6}{spills:>19}{shared:>12}{code.ctas_per_sm:6}"
-    return f"{start}{resources}{instructions:>14}{speed:>12}  {kinds}"
+    return f"{start}{resources}{instructions:>14}{speed:>12}{played:>11}  {kinds}"
 
 
 def _speeds(overlap: float, serial: float) -> str:
@@ -142,7 +157,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m andrea_triton.counting.report",
         description="Count the machine code of attention, forward and backward, for any target, without that GPU.",
         epilog="instructions: of one warp for one tile, in the loops over full blocks and over edges. TFLOP/s: of the card in "
-        "full blocks, modelled: all pipes overlap / matrix products overlap with nothing.",
+        "full blocks, modelled: all pipes overlap / matrix products overlap with nothing. simulated: useful TFLOP/s of the whole "
+        "call at length 1k / 8k, played clock by clock (simulate.py), which is what tiles are chosen by.",
     )
     for name, known, default in (
         ("target", CARDS, list(CARDS)),

@@ -6,9 +6,9 @@ lengths 1k 2k 4k 8k 16k: Triton's forward on an A100 142 173 194 203 208 simulat
 backward of Triton's tutorial on an RTX 3090 38.7 43.2 45.5 46.2 against 33.5 40.9 45.6 47.4; its forward on an H100 at 1k 291 and
 291. What is measured holds the launches and the small kernels beside.
 
-Not seen: values, bank conflicts, the cache of instructions, misses of L2, and the lower clock of a hot card. The bandwidth of L2 is a
-guess (clocks.py): repeat a finding with another. AMD's cards and those after hopper are not simulated. The simulator itself is C,
-compiled when it is first used.
+Not seen: values, bank conflicts, the cache of instructions, misses of L2, and the lower clock of a hot card. The bandwidth of L2
+is a guess (clocks.py): repeat a finding with another. AMD's cards and those after hopper are not simulated. The simulator itself
+is C, compiled when it is first used.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def play(kernel: Kernel, clocks: Clocks, programs: Sequence[Sequence[int]], seed
     lengths = (ctypes.c_int * count)(*map(len, route.segments))
     offsets = (ctypes.c_int * count)(*(sum(map(len, route.segments[:k])) for k in range(count)))
     flat = (ctypes.c_int * (loops * len(programs)))(*(t for p in programs for t in p))
-    rates = _Rates(
-        clocks.l2, clocks.barrier, clocks.wgmma, clocks.bulk, kernel.tile_bytes, clocks.launch, int(route.joined), seed
-    )
+    spent = (clocks.l2, clocks.barrier, clocks.wgmma, clocks.bulk, kernel.tile_bytes, clocks.launch)
+    rates = _Rates(*spent, int(route.joined), seed)
     out = (ctypes.c_double * 5)()
     sizes = (kernel.warps, kernel.resident, len(programs), loops)
     if _library().simulate(count, lengths, offsets, steps, *sizes, flat, ctypes.byref(rates), out) < 0:

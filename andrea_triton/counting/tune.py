@@ -1,8 +1,8 @@
 """Search for tilings, offline and on request, and take what was found: nothing here runs by itself.
 
 `python -m andrea_triton.counting.tune --out tiles.json` compiles many tilings of each kernel, ranks them by time on this GPU, or
-by the model of machine_code.py where there is none, and writes the best as a table. `tune.use("tiles.json")` makes later calls
-take them.
+by simulated clocks where there is none (by the counts of machine_code.py for cards that are not simulated), and writes the best
+as a table. `tune.use("tiles.json")` makes later calls take them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from triton.testing import do_bench
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import target as targets
-from andrea_triton.counting import calls, launches, report
+from andrea_triton.counting import calls, launches, report, simulate
 from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.clocks import CLOCKS
 from andrea_triton.counting.machine_code import Loop
 from andrea_triton.errors import CompileError, FitError, ShapeError
 from andrea_triton.launch import configs, run
@@ -63,7 +65,7 @@ class Trial(NamedTuple):
 
     config: Config
     cost: float | None
-    good: bool = True  # by the model: no spill in a loop, warps enough to hide latency
+    good: bool = True  # no spill in a loop; where the card is not simulated, warps enough to hide latency
     skipped: str = ""
 
 
@@ -89,10 +91,14 @@ def cycles(loop: Loop, config: Config) -> float:
 
 
 def modelled(planned: launches.Planned, problem: Problem, setting: Setting, config: Config) -> Trial:
-    """A tiling, ranked by its machine code."""
+    """A tiling, ranked by its machine code: by simulated clocks where the card is simulated, else by counts."""
     launch, outputs = planned
-    chosen = replace(launch, configs=(config,))
-    code = calls.machine_code(launches.compile_launch(chosen, problem, setting.target, outputs), setting.target)
+    made = launches.compile_launch(replace(launch, configs=(config,)), problem, setting.target, outputs)
+    code = calls.machine_code(made, setting.target)
+    if played := report.simulated(made, setting.target, "causal"):
+        card = CLOCKS[setting.target]
+        per_second = simulate.FLOPS[launch.name] * setting.D * card.sms * card.ghz / 1e3
+        return Trial(config, fmean(per_second / x for x in played), code.spills_in_loops == 0)
     count = report.Count(setting.target, setting.D, setting.dtype, "causal", launch.name, config, code)
     full, edge = count.loops()
     if full is None or edge is None:
@@ -236,8 +242,8 @@ def use(file: str | os.PathLike[str] | None) -> None:
 
 def _checked(kernel: str, tile: Sequence[Any]) -> Config:
     config = Config(*tile)
-    rows, cols, warps, stages, held, one_loop, programs = config
-    known = kernel in KERNELS and rows in SIDES and cols in SIDES and {held, one_loop} <= {False, True}
+    rows, cols, warps, stages, held, one_loop, programs, lean = config
+    known = kernel in KERNELS and rows in SIDES and cols in SIDES and {held, one_loop, lean} <= {False, True}
     if not known or warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8 or not 0 <= programs <= 16:
         raise ValueError(f"no tile {list(tile)} for {kernel}")
     return config

@@ -88,14 +88,13 @@ class Queries(NamedTuple):
 
 @triton.jit
 def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
-                 BLOCK_M: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+                 BLOCK_M: tl.constexpr, PART: tl.constexpr, LEAN: tl.constexpr = False):  # fmt: skip
     """(dk, dv) after a part of the span. Tiles are transposed: P^T, dS^T stay in
     registers."""
     rows, base = queries.rows, queries.base
     BLOCK_N: tl.constexpr = k_tile.shape[0]
     k_pos = n + tl.arange(0, BLOCK_N)[:, None]
     CHECK: tl.constexpr = PART != FULL
-    LEAN: tl.constexpr = PART == ALL and not attention.exact  # positions at edges are made there, not kept in registers
     first, last = bounds(span, BLOCK_M, PART, True)
     for i in tl.range(first, last, BLOCK_M, disable_licm=LEAN):
         m, edge = block_at(span, i, BLOCK_M, PART, True)
@@ -117,7 +116,8 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
 
 @triton.jit
 def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-         BLOCK_N: tl.constexpr, HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False):  # fmt: skip
+         BLOCK_N: tl.constexpr, HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False,
+         LEAN: tl.constexpr = False):  # fmt: skip
     """dk and dv of one block of keys.
 
     Maths:  dv = P^T dO; dS = P (dP - delta), dP = dO v^T; dk = scale dS^T q, summed over the GROUP query heads of a key head.
@@ -145,7 +145,7 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
         queries = Queries(Head(q, seq.batch, h, seq.first_q), Head(do, seq.batch, h, seq.first_q), rows,
                           rows_at(rows, h, sizes, seq))  # fmt: skip
         if ONE_LOOP:
-            dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, ALL)
+            dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, ALL, LEAN)
         else:
             dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, EDGES)
             dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, FULL)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from andrea_triton.counting import launches, report, tune
+from andrea_triton.counting import launches, tune
 from andrea_triton.counting.cards import CARDS
 from andrea_triton.counting.tune import Setting, Trial, entries, search, use, visited
 from andrea_triton.errors import CompileError, FitError, ShapeError
@@ -115,7 +115,7 @@ def test_what_does_not_compile_or_fit_is_skipped_and_counted(monkeypatch: pytest
     assert list(found) == ["forward", "dq"] and len(ticks) == 2 * 6
     assert [t.config for t in found["forward"][:3]] == [Config(64, 16), Config(16, 32), OWN]
     (line, _) = entries(SETTING, found, {name: trials[2].config for name, trials in found.items()})
-    assert line["tile"] == [64, 16, 4, 2, False, False, 0] and line["skipped"] == {
+    assert line["tile"] == [64, 16, 4, 2, False, False, 0, False] and line["skipped"] == {
         "does not compile": 1,
         "does not fit the card": 2,
     }
@@ -123,7 +123,7 @@ def test_what_does_not_compile_or_fit_is_skipped_and_counted(monkeypatch: pytest
 
 def test_a_card_without_room_fits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"sm_80": type(CARDS["sm_80"])(**{**vars(CARDS["sm_80"]), "shared_per_cta": 16})}
-    monkeypatch.setattr(report, "CARDS", small)
+    monkeypatch.setattr(launches, "CARDS", small)
     found = search(SETTING, ["forward"], [Config(16, 16, 4, 1)], "model")
     assert {t.skipped for t in found["forward"]} == {"does not fit the card"}
     assert entries(SETTING, found, {"forward": OWN}) == []
