@@ -115,7 +115,7 @@ def partial_backward(
     else:
         from .launch.plan import attention
 
-        unit = 1.0 if attention(problem, "ieee").exact.value else 1.0 / math.log(2.0)
+        unit = 1.0 if attention(problem, "ieee", "interpreter").exact.value else 1.0 / math.log(2.0)
         saved = (out, lse, lse.masked_fill(empty, 0.0) * unit, (~empty).to(lse.dtype))
     needs = (True, True, True, False, False)
     grads = run_backward(problem, (q, k, v, None, None), saved, dout, dlse, needs, "torch" if cpu_kind else backend)

@@ -129,6 +129,9 @@ SPECIAL = {
     ("forward", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
     ("dkdv", "hopper", "slopes"): {64: S(32, 64, 4, 3, 3)},
     ("dq", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
+    ("forward", "hopper", "capped"): {64: S(64, 64, 4, 2, 5)},
+    ("dkdv", "hopper", "capped"): {64: S(32, 64, 4, 3, 4)},
+    ("dq", "hopper", "capped"): {64: S(64, 64, 4, 2, 4)},
     ("forward", "hopper", "terms"): {64: C(64, 64)},
     ("dkdv", "hopper", "terms"): {64: S(32, 64, 4, 3, 3)},
     ("dq", "hopper", "terms"): {64: S(64, 64, 4, 3, 3)},
@@ -165,9 +168,10 @@ HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forw
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and no sinks;
 # grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. slopes: ALiBi. dropout: with random
-# numbers. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32,
-# by how it is multiplied.
-KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "terms", "matrix", "ieee", "tf32")
+# numbers. capped: a softcap on bare products. terms: one beside others, the caller's score or mask. matrix: a bias or mask that
+# is read element by element. ieee, tf32: fp32, by how it is multiplied.
+KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "capped", "terms", "matrix", "ieee", "tf32")
+WIDER = {"capped": "terms"}  # whose entries a kind takes where it has none
 SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32")  # the kinds that take what tune.use gives
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
@@ -226,7 +230,8 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int, 
 
 def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
     """The table's entry."""
-    special = SPECIAL.get((kernel, row, kind), {}).get(D)
+    own, wider = (SPECIAL.get((kernel, row, x), {}) for x in (kind, WIDER.get(kind, kind)))
+    special = own.get(D, wider.get(D))
     if special is not None:
         return special
     first = HALF[kernel, row][D]

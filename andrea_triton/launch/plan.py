@@ -25,6 +25,7 @@ from andrea_triton.problem import Problem, accumulator
 
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 65535  # of grid axis 1
+LARGEST_CAP = 2.0**126  # of which the reciprocal is a normal fp32 number, and log2(e) times which is finite
 WIDE_STRIDE = 2**31 // PAD.value  # strides from here on overflow int32 within a tile
 
 
@@ -96,7 +97,7 @@ def terms(problem: Problem) -> Terms:
     score, mask, bias, keep = extras.score, extras.mask, extras.bias, extras.keep
     slopes = None if extras.slopes is None else extras.slopes.to(accumulator(problem.dtype)).contiguous()
     return Terms(
-        cap=None if cap is None else number(cap, problem),
+        cap=None if cap is None else number(min(cap, LARGEST_CAP), problem),
         score=None if score is None else score.fn,
         score_grad=None if score is None or score.grad == 1 else score.grad,
         score_args=() if score is None else _user_args(score.args, problem),
@@ -121,14 +122,15 @@ def dropout(problem: Problem) -> Dropout | None:
     return Dropout(np.int64(seed) if isinstance(seed, int) else seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
 
 
-def attention(problem: Problem, precision: str) -> Attention:
+def attention(problem: Problem, precision: str, target: str) -> Attention:
     """What every launch of a problem has in common. precision is how fp32 is multiplied: ieee or tf32."""
     if not (1 <= problem.D <= MAX_HEAD_DIM and 1 <= problem.DV <= MAX_HEAD_DIM):
         reason = f"their tiles hold 1 to {MAX_HEAD_DIM}; use more heads of fewer features, or backend='torch', which takes any"
         raise UnsupportedError(f"head dims {problem.D} (q, k) and {problem.DV} (v)", "the kernels", reason)
     extras, parts = problem.extras, terms(problem)
-    made = (parts.cap, parts.score, parts.slopes, parts.bias, parts.keep, parts.mask)
-    plain = problem.dtype.itemsize == 2 and problem.scale > 0 and all(x is None for x in made)
+    made, cap = (parts.score, parts.slopes, parts.bias, parts.keep, parts.mask), problem.spec.softcap
+    scaled = problem.scale if cap is None else min(cap, LARGEST_CAP)
+    bare = problem.dtype.itemsize == 2 and scaled > 0 and all(x is None for x in made)
     sizes = Sizes(
         problem.M,
         problem.N,
@@ -146,14 +148,22 @@ def attention(problem: Problem, precision: str) -> Attention:
         terms=parts,
         dropout=dropout(problem),
         scale=number(problem.scale, problem),
-        scale_log2=number(problem.scale * math.log2(math.e), problem),
+        scale_log2=number((scaled if bare else problem.scale) * math.log2(math.e), problem),
         D=constant(problem.D),
         DV=constant(problem.DV),
         acc=FP64 if problem.dtype == torch.float64 else FP32,
         precision=constant(precision if problem.dtype == torch.float32 else "ieee"),
-        exact=constant(not plain),
+        exact=constant(not bare),
         rounded=constant(problem.spec.precise and problem.dtype.itemsize == 2),
+        tanh=constant(tanh(problem, target)),
     )
+
+
+def tanh(problem: Problem, target: str) -> str:
+    """How a softcap's tanh is made: as exactly as the dtype can show it."""
+    if problem.dtype.itemsize > 2:
+        return "fraction"
+    return "instruction" if problem.dtype == torch.bfloat16 and target.startswith("sm_") else "exp2"
 
 
 def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, target: str, **constexprs: int) -> Launch:
@@ -173,7 +183,8 @@ def kind(problem: Problem, precision: str) -> str:
     if extras.bias is not None or extras.keep is not None:
         return "matrix"
     if problem.spec.softcap is not None or extras.score is not None or extras.mask is not None:
-        return "terms"
+        others = (extras.score, extras.mask, extras.slopes, problem.spec.dropout_p or None)
+        return "capped" if problem.dtype.itemsize == 2 and all(x is None for x in others) else "terms"
     if problem.spec.dropout_p:
         return "dropout"
     if extras.slopes is not None:
@@ -232,7 +243,7 @@ def forward_plan(q: Tensor, k: Tensor, v: Tensor, saved: Saved, problem: Problem
     """The launches that fill `saved`."""
     views = [view(t, problem.packed) for t in (q, k, v, saved.out)]
     totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
-    args = (*views, totals, problem.extras.sinks, attention(problem, precision))
+    args = (*views, totals, problem.extras.sinks, attention(problem, precision, target))
     return [launch("forward", forward.forward, args, problem, target)]
 
 
@@ -248,7 +259,7 @@ def decode_plan(
     problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill out and lse over a cache; parts [splits, ...] hold the attention over each part of the keys."""
-    common = attention(problem, precision)
+    common = attention(problem, precision, target)
     common = common._replace(sizes=common.sizes._replace(q_start=None))
     table, size = (None, None) if pages is None else pages
     splits = parts[0].shape[0]
@@ -277,7 +288,7 @@ def statistics_plan(
     q: Tensor, k: Tensor, lse: Tensor, top: Tensor, entropy: Tensor, problem: Problem, target: str, precision: str
 ) -> list[Launch]:
     """The launches that fill top and entropy [B,HQ,M]."""
-    args = (view(q, problem.packed), view(k, problem.packed), lse, top, entropy, attention(problem, precision))
+    args = (view(q, problem.packed), view(k, problem.packed), lse, top, entropy, attention(problem, precision, target))
     return [launch("statistics", statistics.statistics, args, problem, target)]
 
 
@@ -293,7 +304,7 @@ def backward_plan(
     problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill `grads`. rows [3,B,HQ,row_blocks PAD] is room for the per-query numbers."""
-    common = attention(problem, precision)
+    common = attention(problem, precision, target)
     qv, kv, vv, ov, dov = [view(t, problem.packed) for t in (q, k, v, saved.out, dout)]
     totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
     folded = not common.exact.value and problem.dtype.itemsize == 2

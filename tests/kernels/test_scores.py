@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andrea_triton.kernels.scores import Terms, logits, product_grad
+from andrea_triton.kernels.scores import Terms, cap_slope, logits, score_grad
 from andrea_triton.kernels.views import Seq
 from andrea_triton.launch.plan import matrix
 from andrea_triton.testing import assert_accurate
@@ -17,7 +17,6 @@ from andrea_triton.testing import assert_accurate
 Interpreted = Callable[..., None]
 M, N, Q_START, H, B = 5, 12, 3, 2, 2
 ROWS, COLS = 8, 16
-KEEP = torch.ones(B, H, M, N, dtype=torch.uint8)
 
 
 @triton.jit
@@ -50,17 +49,20 @@ def store_logits(s, out, capped_out, terms, b, h, M, N, q_start, heads, ROWS: tl
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     q_pos, k_pos = q_start + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     seq = Seq(M, N, q_start, b, 0, 0, 0)
-    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, seq, heads, terms, False)
+    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, seq, heads, terms, "fraction")
     tl.store(out + at, x + tl.zeros([ROWS, COLS], tl.float32))
     tl.store(capped_out + at, capped)
 
 
 @triton.jit
-def store_grad(ds, capped, out, terms, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK: tl.constexpr):
+def store_grad(ds, capped, out, terms, M, N, EXACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     q_pos, k_pos = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     seq = Seq(M, N, 0, 0, 0, 0, 0)
-    tl.store(out + at, product_grad(tl.load(ds + at), tl.load(capped + at), 0, 0, q_pos, k_pos, seq, terms, CHECK))
+    d, x = tl.load(ds + at), tl.load(capped + at)
+    if terms.cap is not None:
+        d *= cap_slope(x, terms, EXACT)
+    tl.store(out + at, score_grad(d, x, 0, 0, q_pos, k_pos, seq, terms))
 
 
 def run(terms: Terms, s: Tensor, interpreted: Interpreted, b: int = 1, h: int = 1) -> tuple[Tensor, Tensor]:
@@ -143,30 +145,30 @@ def test_user_functions_get_positions_inside_the_sequence(s: Tensor, interpreted
     assert torch.equal(out, s)
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(("cap", "exact"), [(None, True), (1.5, True), (1.5, False)])
 @pytest.mark.parametrize("score", [None, bent])
-def test_product_grad_is_the_derivative(score: Any, cap: float | None, check: bool, s: Tensor, interpreted: Interpreted) -> None:
+def test_the_way_back_is_the_derivative(score: Any, cap: float | None, exact: bool, s: Tensor, interpreted: Interpreted) -> None:
     def chain(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
-        capped = x if cap is None else cap * torch.tanh(x / cap)
+        capped = x if cap is None else (cap if exact else 1.0) * torch.tanh(x / (cap or 1.0))
         (grad,) = torch.autograd.grad(capped if score is None else capped * capped, x, ds.to(x))
         return grad, capped.detach()
 
     ds, out = torch.randn(ROWS, COLS), torch.empty(ROWS, COLS)
-    eager, exact = chain(s), chain(s.double())
+    eager, wide = chain(s), chain(s.double())
     terms = Terms(cap=cap, score=score, score_grad=None if score is None else bent_grad)
-    interpreted(store_grad, ds, eager[1], out, terms, ROWS, COLS, ROWS=ROWS, COLS=COLS, CHECK=check)
-    assert_accurate(out, eager[0], exact[0], torch.float32, "grad")
+    interpreted(store_grad, ds, eager[1], out, terms, ROWS, COLS, EXACT=exact, ROWS=ROWS, COLS=COLS)
+    slope = 1.0 if exact or cap is None else 1 / cap  # of x / cap, which whoever multiplies by the scale knows of
+    assert_accurate(out * slope, eager[0], wide[0], torch.float32, "grad")
 
 
 @pytest.mark.parametrize(
-    ("terms", "check"),
-    [(Terms(cap=1.0), True), (Terms(score=bent, score_grad=infinite_grad), False), (Terms(cap=1.0, keep=matrix(KEEP)), False),
-     (Terms(cap=1.0, bias=matrix(KEEP)), False), (Terms(cap=1.0, mask=same_document), False)],
-    ids=["cap, edge", "score", "cap, mask", "cap, bias", "cap, own mask"],
+    ("terms", "exact", "capped"),
+    [(Terms(score=bent, score_grad=infinite_grad), True, float("nan")), (Terms(cap=1.0), True, float("nan")),
+     (Terms(cap=1.0), False, float("nan")), (Terms(cap=1.0), False, float("-inf"))],
+    ids=["score", "cap, exact", "cap", "cap, hidden"],
 )  # fmt: skip
-def test_where_a_key_may_be_hidden_no_derivative_is_taken(terms: Terms, check: bool, interpreted: Interpreted) -> None:
-    ds, capped, out = torch.zeros(ROWS, COLS), torch.full((ROWS, COLS), float("nan")), torch.empty(ROWS, COLS)
-    interpreted(store_grad, ds, capped, out, terms, ROWS, COLS, ROWS=ROWS, COLS=COLS, CHECK=check)
+def test_where_a_key_is_hidden_nothing_flows(terms: Terms, exact: bool, capped: float, interpreted: Interpreted) -> None:
+    ds, x, out = torch.zeros(ROWS, COLS), torch.full((ROWS, COLS), capped), torch.empty(ROWS, COLS)
+    interpreted(store_grad, ds, x, out, terms, ROWS, COLS, EXACT=exact, ROWS=ROWS, COLS=COLS)
     assert (out == 0).all()
