@@ -111,7 +111,7 @@ def tile(text: str) -> tuple[str, Config | None]:
 
     Example:
         >>> tile("dq:128,32,4,2,0,1,3")
-        ('dq', Config(BLOCK_M=128, BLOCK_N=32, num_warps=4, num_stages=2, HELD=False, ONE_LOOP=True, programs=3))
+        ('dq', Config(BLOCK_M=128, BLOCK_N=32, num_warps=4, num_stages=2, HELD=False, ONE_LOOP=True, programs=3, LEAN=False))
     """
     name, _, numbers = text.partition(":")
     fields = numbers.split(",") if numbers else []
