@@ -22,7 +22,7 @@ class Totals(NamedTuple):
 
 
 @triton.jit
-def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.constexpr,
+def attend(state, q_tile, q_first, k, v, b, h, seq, span, attention, BLOCK_N: tl.constexpr,
            PART: tl.constexpr):  # fmt: skip
     """Online-softmax state after a part of the span."""
     CHECK: tl.constexpr = PART != FULL
@@ -31,6 +31,7 @@ def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.c
     for i in tl.range(first, last, BLOCK_N, disable_licm=LEAN):
         n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
         k_pos = n + tl.arange(0, BLOCK_N)
+        q_pos = q_first + tl.arange(0, q_tile.shape[0]) if PART == ALL else q_first
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, edge)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, state.acc.shape[1], attention.DV, CHECK)
@@ -71,7 +72,7 @@ def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N
     state = start(BLOCK_M, COLS_V, attention.acc, 4 if ONE_LOOP else 8)
 
     if ONE_LOOP:
-        state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, ALL)
+        state = attend(state, q_tile, seq.q_start + row, kh, vh, b, h, seq, span, attention, BLOCK_N, ALL)
     else:
         state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, FULL)
         state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, EDGES)
