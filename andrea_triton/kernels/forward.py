@@ -22,14 +22,16 @@ class Totals(NamedTuple):
 
 
 @triton.jit
-def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.constexpr,
+def attend(state, q_tile, q_at, k, v, b, h, seq, span, attention, BLOCK_N: tl.constexpr,
            PART: tl.constexpr, LEAN: tl.constexpr = False):  # fmt: skip
-    """Online-softmax state after a part of the span. LEAN: what only edges need is made there, not kept in registers."""
+    """Online-softmax state after a part of the span. q_at: the queries' positions, of ALL the first one. LEAN: what only edges
+    need is made there, not kept in registers."""
     CHECK: tl.constexpr = PART != FULL
     first, last = bounds(span, BLOCK_N, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N, disable_licm=LEAN):
         n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
         k_pos = n + tl.arange(0, BLOCK_N)
+        q_pos = q_at + tl.arange(0, q_tile.shape[0]) if PART == ALL else q_at
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, edge)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, state.acc.shape[1], attention.DV, CHECK)
@@ -70,7 +72,7 @@ def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N
     state = start(BLOCK_M, COLS_V, attention.acc, 4 if ONE_LOOP else 8)
 
     if ONE_LOOP:
-        state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, ALL, LEAN)
+        state = attend(state, q_tile, seq.q_start + row, kh, vh, b, h, seq, span, attention, BLOCK_N, ALL, LEAN)
     else:
         state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, FULL)
         state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, EDGES)
