@@ -66,13 +66,16 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def run_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, ...]:
-    """out, lse, and the row pivots and sums that the kernels' backward takes (empty for backend torch)."""
+def run_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str, learning: bool = True
+) -> tuple[Tensor, ...]:
+    """out, lse, and the row pivots and sums that the kernels' backward takes: empty for backend torch, None by kernels where no
+    backward follows."""
     if backend == "torch":
         with outside_autocast(q.device.type):
             out, lse = cpu.forward(problem, q, k, v)
         return out, lse, lse.new_empty(0), lse.new_empty(0)
-    return tuple(launcher().forward(q, k, v, problem, backend))
+    return tuple(launcher().forward(q, k, v, problem, backend, learning))
 
 
 def run_backward(

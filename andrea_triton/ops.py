@@ -313,7 +313,7 @@ def attend(
         out, lse, _, _ = call(q, k, v, *others, *numbers)
         return out, lse
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks)):
-        out, lse, *_ = run_forward(problem, q, k, v, backend)
+        out, lse, *_ = run_forward(problem, q, k, v, backend, learning=False)
         return out, lse
     score = problem.extras.score
     if score is not None and score.grad is None and score.torch_fn is None:

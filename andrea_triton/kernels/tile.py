@@ -37,7 +37,7 @@ def logits_tile(x, y, q_pos, k_pos, b, h, seq, attention, edge):
     s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision)
     capped = s
     if attention.exact:
-        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.sizes.heads, attention.terms, FAST)
+        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.terms, FAST)
     if edge:
         s = tl.where(visible(attention.band, q_pos, k_pos, seq.N), s, float("-inf"))
     return s, capped
