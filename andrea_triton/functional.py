@@ -94,7 +94,7 @@ def attention(
         seed=seed, validate=validate,
     )  # fmt: skip
     chosen = _backend(backend, q)
-    out, lse = ops.attend(problem, q, k, v, bias, sinks, chosen)
+    out, lse = ops.attend(problem, q, k, v, bias, sinks, chosen, with_lse=return_lse or return_stats)
     return _results(problem, q, k, v, out, lse, bias, (return_lse, return_stats), chosen)
 
 
@@ -181,7 +181,7 @@ def varlen_attention(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, validate=validate,
     )  # fmt: skip
     chosen = _backend(backend, q)
-    out, lse = ops.attend(problem, q, k, v, None, sinks, chosen)
+    out, lse = ops.attend(problem, q, k, v, None, sinks, chosen, with_lse=return_lse or return_stats)
     return _results(problem, q, k, v, out, lse, None, (return_lse, return_stats), chosen)
 
 

@@ -137,10 +137,10 @@ def _forward_plan(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, backend: str,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Tensors, problem: Problem, backend: str,
     needs: tuple[bool, bool], bias_shape: tuple[int, ...] | None = None, sinks: bool = False,
 ) -> Grads:  # fmt: skip
-    """Run the backward kernels. needs: whether dq, and whether dk and dv are wanted; bias_shape: the bias's own four dims,
+    """Run the backward kernels. saved: what forward returned; needs: whether dq, and whether dk and dv are wanted; bias_shape: the bias's own four dims,
     when its gradient is wanted; sinks: whether theirs is."""
     dlse = None if dlse is None else dlse.contiguous()
     wanted = (*needs, bias_shape, sinks)
@@ -215,12 +215,12 @@ BACKWARD = Work(_backward_rooms, _backward_plan)
 STATISTICS = Work(_statistics_rooms, _statistics_plan)
 DECODE = Work(_decode_rooms, _decode_plan)
 
-_known = Memory()
+_starts = Memory()
 
 
 def forget() -> None:
     """Make the next call of every kind plan anew, as after a change of the tiles."""
-    _known.clear()
+    _starts.clear()
 
 
 def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: Wanted = ()) -> list[Any]:
@@ -245,7 +245,7 @@ def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: 
     aligned = reduce(operator.or_, here) % 16 == 0 or tuple([address % 16 == 0 for address in here])
     facts = problem.facts
     key = (work, wanted, precision, facts, aligned, *[None if t is None else (t.dtype, t.stride()) for t in given])
-    known: Known | None = None if facts is None else _known.get(key)
+    known: Known | None = None if facts is None else _starts.get(key)
     if known is None:
         alike = [None if t is None else unit_stride(t) for t in given]
         if any([a is not b for a, b in zip(alike, given, strict=True)]):
@@ -257,7 +257,7 @@ def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: 
     if known is None or not aligned_too:
         known = _learned(work, rooms, given, made, problem, wanted, precision)
         if facts is not None and aligned_too and all([start.lasting for start in known.starts]):
-            _known.keep(key, known)
+            _starts.keep(key, known)
     addresses = here + there
     addresses += [addresses[place] + offset for place, offset in known.parts]
     if type(problem.extras.seed) is int:
