@@ -41,8 +41,7 @@ class Room(NamedTuple):
     Args:
         shape, dtype: of the tensor.
         strides: None for a contiguous one.
-        like: the place of a tensor that has all of this already, which halves the cost of saying it: among the given tensors, and
-            then those that are made.
+        like: a tensor that has all of this already, which halves the cost of saying it, or its place among the given tensors.
         fill: what it holds at first; None where the kernels write all of it.
         parts: 1, or how many equal parts along dim 0 a plan takes it apart into, each a tensor to the kernels.
     """
@@ -50,7 +49,7 @@ class Room(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None
-    like: int | None = None
+    like: int | Tensor | None = None
     fill: float | None = None
     parts: int = 1
 
@@ -61,10 +60,13 @@ class Work(NamedTuple):
     Args:
         rooms: of (given, problem, wanted), what it makes, None for what it does without.
         plan: of (given, made, problem, wanted, target, precision), its launches.
+        strided: how many of the given tensors, from the first on, may have any strides and dtype. What follows is made by another
+            Work, contiguous and of a dtype that follows from the problem's.
     """
 
     rooms: Callable[[Tensors, Problem, Wanted], list[Room | None]]
     plan: Callable[[Tensors, Tensors, Problem, Wanted, str, str], list[Launch]]
+    strided: int
 
 
 class Known(NamedTuple):
@@ -126,7 +128,7 @@ def _forward_rooms(given: Tensors, problem: Problem, wanted: Wanted) -> list[Roo
     q = given[0]
     shape = (problem.HQ, problem.M) if problem.packed else (problem.B, problem.HQ, problem.M)
     lse = Room(shape, accumulator(q.dtype), fill=float("-inf") if problem.packed else None)
-    other = Room(shape, lse.dtype, like=len(given) + 1, fill=0.0 if problem.packed else None) if wanted[0] else None
+    other = Room(shape, lse.dtype, fill=0.0 if problem.packed else None) if wanted[0] else None
     return [room_like(q, problem.DV, problem.packed, 0), lse, other, other]
 
 
@@ -210,10 +212,10 @@ def _decode_plan(
     return decode_plan(q, k, v, pages, made[:2], *made[2:], problem, target, precision)
 
 
-FORWARD = Work(_forward_rooms, _forward_plan)
-BACKWARD = Work(_backward_rooms, _backward_plan)
-STATISTICS = Work(_statistics_rooms, _statistics_plan)
-DECODE = Work(_decode_rooms, _decode_plan)
+FORWARD = Work(_forward_rooms, _forward_plan, strided=3)
+BACKWARD = Work(_backward_rooms, _backward_plan, strided=6)
+STATISTICS = Work(_statistics_rooms, _statistics_plan, strided=2)
+DECODE = Work(_decode_rooms, _decode_plan, strided=4)
 
 _starts = Memory()
 
@@ -244,7 +246,8 @@ def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: 
     here = [t.data_ptr() for t in (*given, *problem.tensors) if t is not None]
     aligned = reduce(operator.or_, here) % 16 == 0 or tuple([address % 16 == 0 for address in here])
     facts = problem.facts
-    key = (work, wanted, precision, facts, aligned, *[None if t is None else (t.dtype, t.stride()) for t in given])
+    traits = [None if t is None else (t.dtype, t.stride()) for t in given[: work.strided]]
+    key = (work, wanted, precision, facts, aligned, *traits)
     known: Known | None = None if facts is None else _starts.get(key)
     if known is None:
         alike = [None if t is None else unit_stride(t) for t in given]
@@ -259,7 +262,8 @@ def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: 
         if facts is not None and aligned_too and all([start.lasting for start in known.starts]):
             _starts.keep(key, known)
     addresses = here + there
-    addresses += [addresses[place] + offset for place, offset in known.parts]
+    if known.parts:
+        addresses += [addresses[place] + offset for place, offset in known.parts]
     if type(problem.extras.seed) is int:
         addresses.append(problem.extras.seed)
     go(known.starts, tuple(addresses), problem)
@@ -268,15 +272,22 @@ def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: 
 
 def _allocated(rooms: list[Room | None], given: Tensors, device: torch.device) -> list[Any]:
     """The memory of rooms."""
-    tensors = list(given)
+    made: list[Any] = []
     for room in rooms:
         if room is None:
-            tensors.append(None)
+            made.append(None)
             continue
         shape, dtype, strides, like, fill, _ = room
-        made = allocate(shape, dtype, device, strides, None if like is None else tensors[like])
-        tensors.append(made if fill is None else made.fill_(fill))
-    return tensors[len(given) :]
+        memory = allocate(shape, dtype, device, strides, given[like] if type(like) is int else like)
+        made.append(memory if fill is None else memory.fill_(fill))
+    return made
+
+
+def _quick(room: Room | None, device: torch.device) -> Room | None:
+    """The room with a tensor that says all of it, of one element."""
+    if room is None or room.like is not None or room.strides is not None:
+        return room
+    return room._replace(like=allocate((1,) * len(room.shape), room.dtype, device).expand(room.shape))
 
 
 def _apart(made: list[Any], rooms: list[Room | None]) -> Tensors:
@@ -312,7 +323,8 @@ def _learned(
     launches = work.plan(given, apart, problem, wanted, targets.target_of(problem.device), precision)
     with targets.current(problem.device):
         starts = [ready(launch, problem, places) for launch in launches if 0 not in launch.grid]
-    return Known(rooms, starts, tuple([(place, part.data_ptr() - whole[place].data_ptr()) for place, part in parts]))
+    quick = [_quick(room, problem.device) for room in rooms]
+    return Known(quick, starts, tuple([(place, part.data_ptr() - whole[place].data_ptr()) for place, part in parts]))
 
 
 def _own(x: Any) -> Any:
