@@ -66,9 +66,7 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def run_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str, learning: bool = True
-) -> tuple[Tensor, ...]:
+def run_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str, learning: bool = True) -> tuple[Tensor, ...]:
     """out, lse, and the row pivots and sums that the kernels' backward takes: empty for backend torch, None by kernels where no
     backward follows."""
     if backend == "torch":

@@ -299,14 +299,17 @@ def attend(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, backend: str, *,
     with_lse: bool = True,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view; without with_lse
-    lse may be None, which spares autograd an output. Forward-mode derivatives go through the dense reference: O(M N) memory."""
+    """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view; without
+    with_lse lse may be None, which spares autograd an output. Forward-mode derivatives go through the dense reference: O(M N)
+    memory."""
     if backend == "reference":
         return reference(problem, q, k, v)
     if torch.autograd.forward_ad._current_level >= 0:
         return wide_reference(problem, q, k, v)
     score, mask = problem.extras.score, problem.extras.mask
-    learned = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (q, k, v, bias, sinks)])
+    learned = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any([t is not None and t.requires_grad for t in (bias, sinks)])
+    )
     if score is None and mask is None and traced(q):
         if not torch.compiler.is_compiling():
             flops.announce()

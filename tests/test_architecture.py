@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "launch.opcodes": "errors launch.assembly",
     "launch.machine_code": "errors launch.cards launch.assembly launch.opcodes",
     "launch.start": f"{PLAN} triton numpy launch.plan launch.compile launch.faults",
-    "launch.run": f"{PLAN} memory launch.plan launch.interpreter launch.start",
+    "launch.run": f"{PLAN} memory numpy launch.plan launch.interpreter launch.start",
     "launch.tune": f"{PLAN} triton launch",
     "launch.report": f"{PLAN} triton launch",
     "cpu": f"{PURE} problem dropout reference torch cpu",

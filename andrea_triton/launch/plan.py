@@ -22,7 +22,7 @@ from andrea_triton.kernels.tile import Attention
 from andrea_triton.kernels.views import PAD, Matrix, Sizes, View
 from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.descriptors import described, with_descriptors
-from andrea_triton.problem import Problem, accumulator
+from andrea_triton.problem import Problem
 
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 65535  # of grid axis 1

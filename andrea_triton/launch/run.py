@@ -132,18 +132,17 @@ def _forward_rooms(given: Tensors, problem: Problem, wanted: Wanted) -> list[Roo
     return [room_like(q, problem.DV, problem.packed, 0), lse, other, other]
 
 
-def _forward_plan(
-    given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str
-) -> list[Launch]:
-    return forward_plan(*given, Saved(*made), problem, target, precision)
+def _forward_plan(given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str) -> list[Launch]:
+    q, k, v = given
+    return forward_plan(q, k, v, Saved(*made), problem, target, precision)
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Tensors, problem: Problem, backend: str,
     needs: tuple[bool, bool], bias_shape: tuple[int, ...] | None = None, sinks: bool = False,
 ) -> Grads:  # fmt: skip
-    """Run the backward kernels. saved: what forward returned; needs: whether dq, and whether dk and dv are wanted; bias_shape: the bias's own four dims,
-    when its gradient is wanted; sinks: whether theirs is."""
+    """Run the backward kernels. saved: what forward returned; needs: whether dq, and whether dk and dv are wanted; bias_shape:
+    the bias's own four dims, when its gradient is wanted; sinks: whether theirs is."""
     dlse = None if dlse is None else dlse.contiguous()
     wanted = (*needs, bias_shape, sinks)
     return Grads(*execute(BACKWARD, (q, k, v, dout, dlse, *saved), problem, backend, wanted)[1:])
@@ -164,9 +163,7 @@ def _backward_rooms(given: Tensors, problem: Problem, wanted: Wanted) -> list[Ro
     ]
 
 
-def _backward_plan(
-    given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str
-) -> list[Launch]:
+def _backward_plan(given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str) -> list[Launch]:
     q, k, v, dout, dlse, *saved = given
     rows, *grads = made
     return backward_plan(q, k, v, dout, dlse, Saved(*saved), rows, Grads(*grads), problem, target, precision)
@@ -186,7 +183,8 @@ def _statistics_rooms(given: Tensors, problem: Problem, wanted: Wanted) -> list[
 def _statistics_plan(
     given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str
 ) -> list[Launch]:
-    return statistics_plan(*given, *made, problem, target, precision)
+    (q, k, lse), (top, entropy) = given, made
+    return statistics_plan(q, k, lse, top, entropy, problem, target, precision)
 
 
 def decode(
@@ -204,12 +202,10 @@ def _decode_rooms(given: Tensors, problem: Problem, wanted: Wanted) -> list[Room
     return [*parts, room_like(given[0], problem.DV, False, 0), Room(shape, acc)]
 
 
-def _decode_plan(
-    given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str
-) -> list[Launch]:
-    q, k, v, table = given
+def _decode_plan(given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str) -> list[Launch]:
+    (q, k, v, table), (*parts, out, lse) = given, made
     pages = None if table is None else Pages(table, wanted[1])
-    return decode_plan(q, k, v, pages, made[:2], *made[2:], problem, target, precision)
+    return decode_plan(q, k, v, pages, (parts[0], parts[1]), out, lse, problem, target, precision)
 
 
 FORWARD = Work(_forward_rooms, _forward_plan, strided=3)
@@ -254,7 +250,7 @@ def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: 
         if any([a is not b for a, b in zip(alike, given, strict=True)]):
             return execute(work, tuple(alike), problem, backend, wanted)
     rooms = work.rooms(given, problem, wanted) if known is None else known.rooms
-    made = _allocated(rooms, given, problem.device)
+    made = _allocated(rooms, given)
     there = [t.data_ptr() for t in made if t is not None]
     aligned_too = reduce(operator.or_, there) % 16 == 0
     if known is None or not aligned_too:
@@ -270,15 +266,16 @@ def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: 
     return made
 
 
-def _allocated(rooms: list[Room | None], given: Tensors, device: torch.device) -> list[Any]:
-    """The memory of rooms."""
+def _allocated(rooms: list[Room | None], given: Tensors) -> list[Any]:
+    """The memory of rooms, where the given tensors are."""
     made: list[Any] = []
+    device = given[0].device
     for room in rooms:
         if room is None:
             made.append(None)
             continue
         shape, dtype, strides, like, fill, _ = room
-        memory = allocate(shape, dtype, device, strides, given[like] if type(like) is int else like)
+        memory = allocate(shape, dtype, device, strides, given[like] if isinstance(like, int) else like)
         made.append(memory if fill is None else memory.fill_(fill))
     return made
 
@@ -300,7 +297,7 @@ def _interpreted(work: Work, given: Tensors, problem: Problem, wanted: Wanted, p
     """execute, in the interpreter."""
     given = tuple([None if t is None else unit_stride(t) for t in given])
     rooms = work.rooms(given, problem, wanted)
-    made = _allocated(rooms, given, problem.device)
+    made = _allocated(rooms, given)
     target = targets.target_of(problem.device)
     for launch in work.plan(given, _apart(made, rooms), problem, wanted, target, precision):
         if 0 not in launch.grid:
@@ -323,7 +320,7 @@ def _learned(
     launches = work.plan(given, apart, problem, wanted, targets.target_of(problem.device), precision)
     with targets.current(problem.device):
         starts = [ready(launch, problem, places) for launch in launches if 0 not in launch.grid]
-    quick = [_quick(room, problem.device) for room in rooms]
+    quick = [_quick(room, given[0].device) for room in rooms]
     return Known(quick, starts, tuple([(place, part.data_ptr() - whole[place].data_ptr()) for place, part in parts]))
 
 
@@ -332,10 +329,10 @@ def _own(x: Any) -> Any:
 
 
 def _with_own(problem: Problem) -> Problem:
-    """The problem with an object of its own for each tensor and for an int seed, by which it is found again among the arguments of
-    a launch; a bool mask's are its bytes."""
+    """The problem with an object of its own for each tensor and for an int seed, by which it is found again among the arguments
+    of a launch; a bool mask's are its bytes."""
     extras = problem.extras
     keep = None if extras.keep is None else extras.keep.view(torch.uint8)
-    seed = np.int64(extras.seed) if isinstance(extras.seed, int) else extras.seed
+    seed: Any = np.int64(extras.seed) if isinstance(extras.seed, int) else extras.seed
     extras = extras._replace(bias=_own(extras.bias), sinks=_own(extras.sinks), keep=keep, seed=seed)
     return replace(problem, extras=with_each(extras, _own))

@@ -94,10 +94,11 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
     """CPU tensors count as ones of a device. Launches also go to `executed`; `small` tiles compile fastest."""
     execute, card = run.execute, "sm_{}{}".format(*stub_cuda.CAPABILITIES[index])
 
-    def execute_there(plan: Any, given: Any, made: Any, problem: Problem, backend: str, wishes: Any = ()) -> None:
-        launches = plan((*given, *made), wishes, problem, card, target.float32_precision())
-        executed.extend(wanted(launch) for launch in launches)
-        execute(plan, given, made, replace(problem, device=torch.device("cuda", index)), backend, wishes)
+    def execute_there(work: run.Work, given: Any, problem: Problem, backend: str, wishes: Any = ()) -> list[Any]:
+        made = execute(work, given, replace(problem, device=torch.device("cuda", index)), backend, wishes)
+        apart = run._apart(made, work.rooms(given, problem, wishes))
+        executed.extend(map(wanted, work.plan(given, apart, problem, wishes, card, target.float32_precision())))
+        return made
 
     def smallest(*args: Any) -> tuple[Config, ...]:
         return candidates(*args)[-1:]
