@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "launch.__init__": "",
     "launch.cards": "",
     "launch.configs": "launch.cards",
-    "launch.descriptors": f"{HOST} kernels launch.configs triton",
+    "launch.descriptors": f"{HOST} memory kernels launch.configs triton",
     "launch.plan": f"{PLAN} numpy",
     "launch.faults": f"{HOST} triton",
     "launch.compile": f"{PLAN} triton numpy launch.plan launch.faults",

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from andrea_triton import target as targets
 from andrea_triton.errors import FitError
 from andrea_triton.launch import compile as compiler
-from andrea_triton.launch.descriptors import Box, box_of, with_boxes
+from andrea_triton.launch.descriptors import Box, box_of, take_over, tensor_map
 from andrea_triton.launch.faults import explained
 from andrea_triton.launch.plan import Launch, tiled
 from andrea_triton.problem import Problem
@@ -39,7 +39,8 @@ class Short(NamedTuple):
 
 
 class Start(NamedTuple):
-    """One kernel start. Its arguments are `pick(addresses + numbers)`, addresses being those of a call's tensors in their order.
+    """One kernel start. Its arguments are `pick(addresses + maps + numbers)`, addresses being those of a call's tensors in their
+    order, maps those of its descriptors.
 
     Args:
         kernel: compiled, and loaded on the device.
@@ -90,18 +91,26 @@ def ready(launch: Launch, problem: Problem, places: Mapping[int, int]) -> Start:
         with compiler.language:  # of threads that want the same kernel one compiles it, and warns
             if key not in _kernels:
                 _kernels[key] = _first_that_fits(launch, problem)
-    config, kernel, way = _kernels[key]
+    config, kernel, way, hows = _kernels[key]
     chosen = launch if config == launch.config else tiled(launch, problem, config)
     order: list[int] = []
     numbers: list[Any] = []
     boxes: list[Box] = []
+
+    def number(value: Any) -> None:
+        order.append(len(places) + len(hows) + len(numbers))
+        numbers.append(_plain(value))
+
     for value in compiler.flatten(chosen.args):
         if isinstance(value, TensorDescriptor):
-            boxes.append(box_of(value, places[id(value.base)], len(order)))
-            value = 0
-        order.append(places.get(id(value), len(places) + len(numbers)))
-        if id(value) not in places:
-            numbers.append(_plain(value))
+            order.append(len(places) + len(boxes))
+            boxes.append(box_of(value, places[id(value.base)], hows[len(boxes)]))
+            for size in (*value.shape, *value.strides):
+                number(size)
+        elif id(value) in places:
+            order.append(places[id(value)])
+        else:
+            number(value)
     lasting = all(type(x) in (int, float) for x in numbers)
     return Start(kernel, way, (*chosen.grid, 1), operator.itemgetter(*order), tuple(numbers), lasting, tuple(boxes))
 
@@ -122,9 +131,10 @@ def go(starts: Sequence[Start], addresses: tuple[int, ...], problem: Problem) ->
             stream, (enter, leave) = targets.stream(problem.device), _hooks()
             watched = enter is not None or leave is not None
             for kernel, way, grid, pick, numbers, _, boxes in starts:
-                arguments = pick(addresses + numbers)
                 if boxes:
-                    arguments = with_boxes(arguments, boxes, addresses)
+                    arguments = pick((*addresses, *[tensor_map(box, addresses[box.place]) for box in boxes], *numbers))
+                else:
+                    arguments = pick(addresses + numbers)
                 if way is None or watched:
                     metadata = kernel.launch_metadata(grid, stream, *arguments) if watched else None
                     kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
@@ -144,11 +154,12 @@ def _hooks() -> tuple[Any, Any]:
     return enter if getattr(enter, "calls", enter) else None, leave if getattr(leave, "calls", leave) else None
 
 
-def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any, Short | None]:
+def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any, Short | None, list[Any]]:
     with explained(f"{launch.name} cannot be started on {problem.device}"):
         target, reason = targets.gpu_target(), ""
     for config in launch.configs:
         kernel = compiler.compiled(tiled(launch, problem, config), target)
+        hows = take_over(kernel)
         try:
             with explained(f"{launch.name} cannot be loaded on {target.arch}"):
                 kernel._init_handles()
@@ -158,7 +169,7 @@ def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any, Short 
         if reason:
             found = f"{launch.name}: {launch.config} does not fit this card ({reason}); it runs with {config}, more slowly"
             warnings.warn(found, RuntimeWarning, stacklevel=2)
-        return config, kernel, short(kernel)
+        return config, kernel, short(kernel), hows
     raise FitError(
         f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV} ({reason}); use backend='torch'"
     )

@@ -31,7 +31,7 @@ STREAM = 4096
 class Kernel:
     """A compiled kernel on a card with room for tiles of `room` elements."""
 
-    function, packed_metadata = 7, (4, 1, 0)
+    function, packed_metadata, metadata = 7, (4, 1, 0), None
 
     def __init__(self, launch: Launch, room: int, started: list[tuple[Any, ...]]) -> None:
         self.config, self.room, self.started = launch.config, room, started
