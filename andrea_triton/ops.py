@@ -20,6 +20,7 @@ from .reference import reference, wide_reference
 from .spec import AttentionSpec
 
 PLAIN = (Tensor, torch.nn.Parameter)
+ABSENT = (False, False)
 
 
 class Attend(torch.autograd.Function):
@@ -27,13 +28,13 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, problem: Problem, backend: str,
-        with_lse: bool,
-    ) -> Any:  # fmt: skip
-        """Run the forward and keep what the backward reads, every tensor of the call in autograd's own keeping."""
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str, with_lse: bool, *learned: Tensor | None
+    ) -> Any:
+        """Run the forward and keep what the backward reads, every tensor of the call in autograd's own keeping. learned: bias and
+        sinks, where there is one of them, for autograd takes time over what is absent too."""
         saved = run_forward(problem, q, k, v, backend)
         emptied, sides = (problem, ()) if problem.plain else problem.emptied()
-        ctx.save_for_backward(q, k, v, bias, sinks, *saved, *sides)
+        ctx.save_for_backward(q, k, v, *saved, *learned, *sides)
         ctx.problem, ctx.backend, ctx.plain = emptied, backend, problem.plain
         ctx.set_materialize_grads(False)
         return (saved[0], saved[1]) if with_lse else saved[0]
@@ -41,20 +42,21 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Gradients by the kernels; through the dense reference when they are to be differentiated again."""
-        kept = ctx.saved_tensors  # read once: checkpointing makes them again at every reading
+        kept, needs, problem, bias, sinks = ctx.saved_tensors, ctx.needs_input_grad, ctx.problem, None, None
         if dout is None and dlse is None:
-            return (None,) * 8
-        inputs, saved, problem, needs = kept[:5], kept[5:9], ctx.problem, ctx.needs_input_grad[:5]
+            return (None,) * len(needs)
+        if len(needs) > 6:
+            bias, sinks = kept[7:9]
         if not ctx.plain:
-            problem = problem.filled(kept[9:], inputs[3], inputs[4])
-        batched, watched = batching(dout) or batching(dlse), torch._C._len_torch_dispatch_stack() > 0
-        if torch.is_grad_enabled() or batched or watched:
-            grads = indirect_backward(problem, inputs, saved, dout, dlse, needs, ctx.backend)
+            problem = problem.filled(kept[7 if len(needs) == 6 else 9 :], bias, sinks)
+        inputs, saved, wanted = (*kept[:3], bias, sinks), kept[3:7], (*needs[:3], *(needs[6:] or ABSENT))
+        if torch.is_grad_enabled() or batching(dout) or batching(dlse) or torch._C._len_torch_dispatch_stack() > 0:
+            grads = indirect_backward(problem, inputs, saved, dout, dlse, wanted, ctx.backend)
         else:
-            grads = run_backward(problem, inputs, saved, dout, dlse, needs, ctx.backend)
+            grads = run_backward(problem, inputs, saved, dout, dlse, wanted, ctx.backend)
         # A gradient that is wanted and has nothing to flow from, at batch 0 for instance, is zero, as torch's is.
-        wanted = zip(grads, inputs, needs, strict=True)
-        return (*[None if not n else torch.zeros_like(t) if g is None else g for g, t, n in wanted], None, None, None)
+        found = [None if not w else torch.zeros_like(t) if g is None else g for g, t, w in zip(grads, inputs, wanted, strict=True)]
+        return (*found[:3], None, None, None, *found[3 : len(needs) - 3])
 
 
 def indirect_backward(
@@ -325,5 +327,6 @@ def attend(
     if score is not None and score.grad is None and score.torch_fn is None:
         way_out = "give it grad=, its derivative (1 where fn only adds), or torch_fn=, from which autograd finds it"
         raise UnsupportedError("a gradient", "a Score without grad and torch_fn", way_out)
-    found: Any = Attend.apply(q, k, v, bias, sinks, problem, backend, with_lse)
+    more = () if bias is None and sinks is None else (bias, sinks)
+    found: Any = Attend.apply(q, k, v, problem, backend, with_lse, *more)
     return found if with_lse else (found, None)

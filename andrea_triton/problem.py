@@ -23,6 +23,7 @@ from andrea_triton.checks import (
     refuse_in_packed,
 )
 from andrea_triton.errors import ShapeError
+from andrea_triton.memory import Memory
 from andrea_triton.spec import AttentionSpec, Mask, Score, default_scale
 
 
@@ -112,19 +113,22 @@ class Problem:
         return self.N - self.M if self.spec.q_start is None else self.spec.q_start
 
     @functools.cached_property
-    def facts(self) -> tuple[Any, ...] | None:
-        """All that the launches of a call can depend on but q, k and v: problems with equal facts differ in where their tensors
-        lie and in an int seed. None where an argument of the caller's own function is of a kind that nothing is known of."""
+    def facts(self) -> object | None:
+        """Stands for all that the launches of a call can depend on but q, k and v, one object for problems that differ in where
+        their tensors lie and in an int seed alone. None where an argument of the caller's own function is of a kind that nothing
+        is known of."""
         spec = (*self.spec.__dict__.values(), self.dtype, self.device)
         sizes = (self.B, self.HQ, self.HKV, self.M, self.N, self.D, self.DV, self.max_q, self.max_k, *spec)
         if self.plain:
-            return sizes
+            return _facts.get(sizes) or _facts.keep(sizes, object())
         *others, seed, score, mask = self.extras
         args = [a for x in (score, mask) if x is not None for a in x.args]
         if not all(x is None or isinstance(x, (int, float, Tensor)) for x in args):
             return None
         own = [None if x is None else (x.fn, getattr(x, "grad", None), len(x.args)) for x in (score, mask)]
-        return (*sizes, *map(_fact, others), _fact(seed) if isinstance(seed, Tensor) else seed is None, *own, *map(_fact, args))
+        of_seed = _fact(seed) if isinstance(seed, Tensor) else seed is None
+        found = (*sizes, *map(_fact, others), of_seed, *own, *map(_fact, args))
+        return _facts.get(found) or _facts.keep(found, object())
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -178,6 +182,9 @@ class Problem:
             None if left is None else min(left, max(0, to_first_key)),
             None if right is None else min(right, max(0, to_last_key)),
         )
+
+
+_facts = Memory()
 
 
 def _fact(x: Any) -> Any:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "memory": "",
     "kinds": "errors torch",
     "checks": f"{PURE} kinds torch",
-    "problem": f"{PURE} checks torch",
+    "problem": f"{PURE} checks memory torch",
     "dropout": "torch",
     "reference": f"{PURE} problem dropout torch",
     "target": "errors torch",
