@@ -55,7 +55,9 @@ class Attend(torch.autograd.Function):
         else:
             grads = run_backward(problem, inputs, saved, dout, dlse, wanted, ctx.backend)
         # A gradient that is wanted and has nothing to flow from, at batch 0 for instance, is zero, as torch's is.
-        found = [None if not w else torch.zeros_like(t) if g is None else g for g, t, w in zip(grads, inputs, wanted, strict=True)]
+        found = [
+            None if not w else torch.zeros_like(t) if g is None else g for g, t, w in zip(grads, inputs, wanted, strict=True)
+        ]
         return (*found[:3], None, None, None, *found[3 : len(needs) - 3])
 
 

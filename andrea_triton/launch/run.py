@@ -239,25 +239,23 @@ def execute(work: Work, given: Tensors, problem: Problem, backend: str, wanted: 
     precision = targets.float32_precision() if problem.dtype == torch.float32 else "ieee"
     if backend == "interpreter":
         return _interpreted(work, given, problem, wanted, precision)
-    here = [t.data_ptr() for t in (*given, *problem.tensors) if t is not None]
-    aligned = reduce(operator.or_, here) % 16 == 0 or tuple([address % 16 == 0 for address in here])
     facts = problem.facts
-    traits = [None if t is None else (t.dtype, t.stride()) for t in given[: work.strided]]
-    key = (work, wanted, precision, facts, aligned, *traits)
-    known: Known | None = None if facts is None else _starts.get(key)
+    key: Wanted = (work, wanted, precision, facts, *[None if t is None else (t.dtype, t.stride()) for t in given[: work.strided]])
+    known: Known | None = _starts.get(key)
     if known is None:
         alike = [None if t is None else unit_stride(t) for t in given]
         if any([a is not b for a, b in zip(alike, given, strict=True)]):
             return execute(work, tuple(alike), problem, backend, wanted)
     rooms = work.rooms(given, problem, wanted) if known is None else known.rooms
     made = _allocated(rooms, given)
-    there = [t.data_ptr() for t in made if t is not None]
-    aligned_too = reduce(operator.or_, there) % 16 == 0
-    if known is None or not aligned_too:
+    addresses = [t.data_ptr() for t in (*given, *problem.tensors, *made) if t is not None]
+    if reduce(operator.or_, addresses) % 16:
+        key = (*key, *[address % 16 == 0 for address in addresses])
+        known = _starts.get(key)
+    if known is None:
         known = _learned(work, rooms, given, made, problem, wanted, precision)
-        if facts is not None and aligned_too and all([start.lasting for start in known.starts]):
+        if facts is not None and all([start.lasting for start in known.starts]):
             _starts.keep(key, known)
-    addresses = here + there
     if known.parts:
         addresses += [addresses[place] + offset for place, offset in known.parts]
     if type(problem.extras.seed) is int:
