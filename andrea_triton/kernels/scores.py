@@ -16,7 +16,8 @@ class Terms(NamedTuple):
     score: Any = None  # jit function (s, batch, head, q_pos, k_pos, *score_args) -> s
     score_grad: Any = None  # jit function of the same arguments -> d score / d s; None is 1
     score_args: tuple = ()
-    slopes: Any = None  # pointer to (batch, head) fp32, contiguous
+    slopes: Any = None  # pointer to (batch, head) fp32, heads side by side
+    slopes_stride: Any = None  # from one batch entry to the next; 0 where they share them
     bias: Any = None  # Matrix
     keep: Any = None  # Matrix of 0 (hidden) and 1
     mask: Any = None  # jit function (batch, head, q_pos, k_pos, *mask_args) -> true where visible
@@ -24,7 +25,7 @@ class Terms(NamedTuple):
 
 
 @triton.jit
-def logits(s, b, h, q_pos, k_pos, seq, heads, terms, TANH: tl.constexpr):
+def logits(s, b, h, q_pos, k_pos, seq, terms, TANH: tl.constexpr):
     """(logits, capped): natural-unit logits from scaled products, and the value that entered the user's score. The user's
     functions get positions clamped to the sequence, so that what they load with them is in bounds."""
     if terms.cap is not None:
@@ -37,7 +38,7 @@ def logits(s, b, h, q_pos, k_pos, seq, heads, terms, TANH: tl.constexpr):
     if terms.slopes is not None:
         # Subtracted as floats: one instruction a score in place of three. Counted from the first query, exact up to 2^24 rows.
         distance = tl.abs((q_pos - seq.q_start).to(s.dtype) - (k_pos - seq.q_start).to(s.dtype))
-        s -= tl.load(terms.slopes + b * heads + h) * distance
+        s -= tl.load(terms.slopes + b * terms.slopes_stride + h) * distance
     if terms.bias is not None:
         s += tl.load(matrix_pointers(terms.bias, b, h, row, col)).to(s.dtype)
     if terms.keep is not None:

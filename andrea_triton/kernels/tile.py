@@ -41,7 +41,7 @@ def logits_tile(x, y, q_pos, k_pos, b, h, seq, attention, edge):
         s = tanh(s, attention.scale / attention.terms.cap, attention.tanh)
     capped = s
     if attention.exact:
-        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.sizes.heads, attention.terms, attention.tanh)
+        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.terms, attention.tanh)
     if edge:
         s = tl.where(visible(attention.band, q_pos, k_pos, seq.N), s, float("-inf"))
     return s, capped if attention.exact else s

@@ -4,6 +4,7 @@ them; nothing here does either."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from andrea_triton.kernels.tile import Attention
 from andrea_triton.kernels.views import PAD, Matrix, Sizes, View
 from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.descriptors import described, with_descriptors
-from andrea_triton.problem import Problem, accumulator
+from andrea_triton.problem import Problem
 
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 65535  # of grid axis 1
@@ -45,12 +46,13 @@ class Launch:
 
 
 class Saved(NamedTuple):
-    """What the forward keeps for the backward beside its inputs: the output and, per query, lse, pivot and sum [B,HQ,M]."""
+    """What the forward keeps for the backward beside its inputs: the output and, per query, lse, pivot and sum [B,HQ,M]; the last
+    two are None where no backward follows."""
 
     out: Tensor
     lse: Tensor
-    row_max: Tensor
-    row_sum: Tensor
+    row_max: Tensor | None
+    row_sum: Tensor | None
 
 
 class Grads(NamedTuple):
@@ -95,15 +97,16 @@ def terms(problem: Problem) -> Terms:
     """The parts of a logit that a problem has."""
     extras, cap = problem.extras, problem.spec.softcap
     score, mask, bias, keep = extras.score, extras.mask, extras.bias, extras.keep
-    slopes = None if extras.slopes is None else extras.slopes.to(accumulator(problem.dtype)).contiguous()
+    slopes = extras.slopes
     return Terms(
         cap=None if cap is None else number(min(cap, LARGEST_CAP), problem),
         score=None if score is None else score.fn,
         score_grad=None if score is None or score.grad == 1 else score.grad,
         score_args=() if score is None else _user_args(score.args, problem),
         slopes=slopes,
+        slopes_stride=None if slopes is None else _stride(slopes.stride(0)),
         bias=None if bias is None else matrix(bias),
-        keep=None if keep is None else matrix(keep.view(torch.uint8)),
+        keep=None if keep is None else matrix(keep if keep.dtype == torch.uint8 else keep.view(torch.uint8)),
         mask=None if mask is None else mask.fn,
         mask_args=() if mask is None else _user_args(mask.args, problem),
     )
@@ -119,7 +122,7 @@ def dropout(problem: Problem) -> Dropout | None:
     seed: Any = problem.extras.seed
     if p == 0.0 or seed is None:
         return None
-    return Dropout(np.int64(seed) if isinstance(seed, int) else seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
+    return Dropout(np.int64(seed) if type(seed) is int else seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
 
 
 def attention(problem: Problem, precision: str, target: str) -> Attention:
@@ -300,10 +303,10 @@ def row_blocks(problem: Problem) -> int:
 
 
 def backward_plan(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, rows: Tensor, grads: Grads,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, rows: Sequence[Tensor], grads: Grads,
     problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
-    """The launches that fill `grads`. rows [3,B,HQ,row_blocks PAD] is room for the per-query numbers."""
+    """The launches that fill `grads`. rows, three of [B,HQ,row_blocks PAD], is room for the per-query numbers."""
     common = attention(problem, precision, target)
     qv, kv, vv, ov, dov = [view(t, problem.packed) for t in (q, k, v, saved.out, dout)]
     totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)

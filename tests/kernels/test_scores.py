@@ -45,11 +45,11 @@ def same_document(b, h, q_pos, k_pos, documents):
 
 
 @triton.jit
-def store_logits(s, out, capped_out, terms, b, h, M, N, q_start, heads, ROWS: tl.constexpr, COLS: tl.constexpr):
+def store_logits(s, out, capped_out, terms, b, h, M, N, q_start, ROWS: tl.constexpr, COLS: tl.constexpr):
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     q_pos, k_pos = q_start + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     seq = Seq(M, N, q_start, b, 0, 0, 0)
-    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, seq, heads, terms, "fraction")
+    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, seq, terms, "fraction")
     tl.store(out + at, x + tl.zeros([ROWS, COLS], tl.float32))
     tl.store(capped_out + at, capped)
 
@@ -68,7 +68,7 @@ def store_grad(ds, capped, out, terms, M, N, EXACT: tl.constexpr, ROWS: tl.const
 def run(terms: Terms, s: Tensor, interpreted: Interpreted, b: int = 1, h: int = 1) -> tuple[Tensor, Tensor]:
     """(logits, capped) of the rows and keys that exist."""
     out, capped = torch.empty_like(s), torch.empty_like(s)
-    interpreted(store_logits, s, out, capped, terms, b, h, M, N, Q_START, H, ROWS=ROWS, COLS=COLS)
+    interpreted(store_logits, s, out, capped, terms, b, h, M, N, Q_START, ROWS=ROWS, COLS=COLS)
     return out[:M, :N], capped[:M, :N]
 
 
@@ -93,9 +93,10 @@ def test_softcap(s: Tensor, interpreted: Interpreted) -> None:
     assert torch.equal(out, capped)
 
 
-def test_alibi_takes_the_slope_of_its_batch_and_head(s: Tensor, interpreted: Interpreted) -> None:
-    slopes, (q_pos, k_pos) = torch.rand(B, H), positions()
-    out, _ = run(Terms(slopes=slopes), s, interpreted, b=1, h=0)
+@pytest.mark.parametrize("slopes", [torch.rand(B, H), torch.rand(H).expand(B, H), torch.rand(B, 2 * H)[:, :H]])
+def test_alibi_takes_the_slope_of_its_batch_and_head(slopes: Tensor, s: Tensor, interpreted: Interpreted) -> None:
+    q_pos, k_pos = positions()
+    out, _ = run(Terms(slopes=slopes, slopes_stride=slopes.stride(0)), s, interpreted, b=1, h=0)
     assert torch.equal(out, s[:M, :N] - slopes[1, 0] * (q_pos - k_pos).abs())
 
 
@@ -121,7 +122,7 @@ def test_the_order_of_the_terms(s: Tensor, interpreted: Interpreted) -> None:
     """Cap, the user's score, slopes, bias, masks."""
     slopes, table, bias = torch.rand(B, H), torch.randn(12), torch.randn(B, H, M, N)
     keep = torch.rand(B, H, M, N) > 0.4
-    terms = Terms(3.0, far, None, (table, 0.5), slopes, matrix(bias), matrix(keep.to(torch.uint8)))
+    terms = Terms(3.0, far, None, (table, 0.5), slopes, H, matrix(bias), matrix(keep.to(torch.uint8)))
     out, capped = run(terms, s, interpreted)
 
     def formula(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,7 @@ def test_user_functions_get_positions_inside_the_sequence(s: Tensor, interpreted
     table = buffer[14:26].copy_(torch.zeros(12))
     out, capped = torch.empty_like(s), torch.empty_like(s)
     terms: Any = Terms(score=far, score_args=(table, 1.0))
-    interpreted(store_logits, s, out, capped, terms, 0, 0, M, N, Q_START, H, ROWS=ROWS, COLS=COLS)
+    interpreted(store_logits, s, out, capped, terms, 0, 0, M, N, Q_START, ROWS=ROWS, COLS=COLS)
     assert torch.equal(out, s)
 
 
