@@ -26,14 +26,14 @@ def attend(state, q_tile, q_first, k, v, b, h, seq, span, attention, BLOCK_N: tl
            PART: tl.constexpr):  # fmt: skip
     """Online-softmax state after a part of the span."""
     CHECK: tl.constexpr = PART != FULL
-    LEAN: tl.constexpr = PART == ALL and not attention.exact  # positions at edges are made there, not kept in registers
+    LEAN: tl.constexpr = PART == ALL and not attention.exact and attention.dropout is None  # positions: made at edges, not kept
     first, last = bounds(span, BLOCK_N, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N, disable_licm=LEAN):
         n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
         k_pos = n + tl.arange(0, BLOCK_N)
         q_pos = q_first + tl.arange(0, q_tile.shape[0]) if PART == ALL else q_first
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
-        s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, edge)
+        s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], n, b, h, seq, attention, edge)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, state.acc.shape[1], attention.DV, CHECK)
         p, row_max, alpha = step(state, s, attention.scale_log2, attention.exact)
         w = drop(p, q_pos[:, None], k_pos[None, :], b, h, attention).to(v_tile.dtype)

@@ -123,7 +123,7 @@ OPERATIONS: dict[str, Operation] = {
     **_compare("setp.lt.s32 setp.lt.s64 setp.lt.u32 setp.lt.u64 setp.lt.f32", np.less),
     **_compare("setp.le.s32 setp.le.s64", np.less_equal),
     **_compare("setp.gt.s32 setp.gt.s64 setp.gt.u32 setp.gt.f32", np.greater),
-    **_compare("setp.ge.s32 setp.ge.s64", np.greater_equal),
+    **_compare("setp.ge.s32 setp.ge.s64 setp.ge.u32", np.greater_equal),
     **_compare("setp.eq.b32 setp.eq.f32", np.equal),
     **_compare("setp.ne.b32 setp.ne.b64 setp.neu.f32", np.not_equal),
     **_same("ex2.approx.ftz.f32", 1, _exp2),
