@@ -125,7 +125,7 @@ OPERATIONS: dict[str, Operation] = {
     **_compare("setp.gt.s32 setp.gt.s64 setp.gt.u32 setp.gt.f32", np.greater),
     **_compare("setp.ge.s32 setp.ge.s64 setp.ge.u32", np.greater_equal),
     **_compare("setp.eq.b32 setp.eq.f32", np.equal),
-    **_compare("setp.ne.b32 setp.ne.b64 setp.neu.f32", np.not_equal),
+    **_compare("setp.ne.b16 setp.ne.b32 setp.ne.b64 setp.neu.f32", np.not_equal),
     **_same("ex2.approx.ftz.f32", 1, _exp2),
     **_same("rsqrt.approx.ftz.f32", 1, lambda x: 1 / np.sqrt(values.flushed(x))),
     **_same("tanh.approx.f32", 1, _tanh),
