@@ -131,9 +131,10 @@ def attention(problem: Problem, precision: str, target: str) -> Attention:
         reason = f"their tiles hold 1 to {MAX_HEAD_DIM}; use more heads of fewer features, or backend='torch', which takes any"
         raise UnsupportedError(f"head dims {problem.D} (q, k) and {problem.DV} (v)", "the kernels", reason)
     extras, parts = problem.extras, terms(problem)
-    made, cap = (parts.score, parts.slopes, parts.bias, parts.keep, parts.mask), problem.spec.softcap
+    made, cap = (parts.score, parts.bias, parts.keep, parts.mask), problem.spec.softcap
     scaled = problem.scale if cap is None else min(cap, LARGEST_CAP)
     bare = problem.dtype.itemsize == 2 and scaled > 0 and all(x is None for x in made)
+    bare = bare and (cap is None or parts.slopes is None)
     sizes = Sizes(
         problem.M,
         problem.N,

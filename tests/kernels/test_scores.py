@@ -49,7 +49,7 @@ def store_logits(s, out, capped_out, terms, b, h, M, N, q_start, ROWS: tl.conste
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     q_pos, k_pos = q_start + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     seq = Seq(M, N, q_start, b, 0, 0, 0)
-    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, seq, terms, "fraction")
+    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, 0, seq, terms, "fraction")
     tl.store(out + at, x + tl.zeros([ROWS, COLS], tl.float32))
     tl.store(capped_out + at, capped)
 
