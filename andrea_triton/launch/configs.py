@@ -127,7 +127,7 @@ SPECIAL = {
     ("forward", "ada", "matrix"): {64: C(64, 64)},
     ("forward", "hopper", "matrix"): {64: S(64, 64, 4, 3, 3)},
     ("forward", "hopper", "slopes"): {64: S(64, 64, 4, 2, 5)},
-    ("dkdv", "hopper", "slopes"): {64: S(64, 64, 4, 3, 3)},
+    ("dkdv", "hopper", "slopes"): {64: L(64, 64, 4, 3, 3)},
     ("dq", "hopper", "slopes"): {64: S(128, 32, 4, 3, 3)},
     ("forward", "hopper", "capped"): {64: S(64, 64, 4, 2, 5)},
     ("dkdv", "hopper", "capped"): {64: S(32, 64, 4, 3, 4)},
