@@ -31,7 +31,7 @@ from andrea_triton.launch import run
 from andrea_triton.launch.compile import compiled, flatten, gpu_target
 from andrea_triton.launch.configs import Config
 from andrea_triton.launch.descriptors import expanded, without_descriptors
-from andrea_triton.launch.plan import Grads, Launch, Saved, backward_plan, forward_plan, row_blocks, tiled, unit_stride
+from andrea_triton.launch.plan import Grads, Launch, Saved, backward_plan, forward_plan, products, row_blocks, tiled, unit_stride
 from andrea_triton.problem import Problem, accumulator, make_problem
 from andrea_triton.spec import Mask, Score, Window, make_spec
 
@@ -80,7 +80,7 @@ def compiled_launches(
         dlse: gradient of lse (B, HQ, M), or None.
         descriptors: False compiles bare pointers where the call would take tensor descriptors, as it does for tensors that have
             none.
-        precision: how fp32 is multiplied, ieee or tf32; None asks torch's own setting, as a call does.
+        precision: how fp32 is multiplied, ieee, tf32x3 or tf32; None asks torch's own setting, as a call does.
         causal, scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p, seed, precise,
             return_lse, validate: as in `attention`; lse is among the outputs in any case.
 
@@ -109,7 +109,7 @@ def compiled_launches(
         q, k, v, spec, bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, keep=keep, score=score, mask=user_mask,
         seed=seed, validate=validate,
     )  # fmt: skip
-    plan = planned(q, k, v, dout, dlse, problem, target, precision or targets.float32_precision())
+    plan = planned(q, k, v, dout, dlse, problem, target, precision or products(problem, target, targets.float32_precision()))
     if not descriptors:
         plan = [(replace(x, described=False, args=without_descriptors(x.args)), outputs) for x, outputs in plan]
     return [compile_launch(launch, problem, target, outputs) for launch, outputs in plan]

@@ -24,7 +24,7 @@ class Attention(NamedTuple):
     D: Any  # constexpr: head dim of q and k
     DV: Any  # constexpr: head dim of v and o
     acc: Any  # constexpr type of sums
-    precision: Any  # constexpr: how fp32 is multiplied (ieee, tf32)
+    precision: Any  # constexpr: how fp32 is multiplied (ieee, tf32x3, tf32)
     exact: Any  # constexpr: logits are made before the maximum; False: bare products, as right, that softmax.exponent scales
     rounded: Any  # constexpr: the row sum adds the weights as rounded for the second product
 
@@ -34,7 +34,7 @@ def logits_tile(x, y, q_pos, k_pos, b, h, seq, attention, edge):
     """(logits, capped) of one tile: x y^T, terms, and at an edge the band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its
     transpose. Where attention.exact is False there are no terms, and both are products that nobody has scaled yet."""
     FAST: tl.constexpr = x.dtype.primitive_bitwidth < 32
-    s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision)
+    s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision, q_pos.shape[0] == 1)
     capped = s
     if attention.exact:
         s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.sizes.heads, attention.terms, FAST)

@@ -142,16 +142,27 @@ SPECIAL = {
     ("dq", "ampere", "tf32"): {64: C(64, 32)},
     ("dq", "ada", "tf32"): {64: C(64, 32), 128: C(32, 32, 8)},
     ("dq", "hopper", "tf32"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(32, 64, 4, 1)},
+    ("forward", "ampere", "tf32x3"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1)},
+    ("forward", "ada", "tf32x3"): {64: C(64, 32, 4, 1)},
+    ("dkdv", "ada", "tf32x3"): {64: C(16, 64, 4, 1)},
+    ("dq", "ada", "tf32x3"): {64: C(64, 16)},
+    ("forward", "hopper", "tf32x3"): {32: C(64, 64), 64: C(64, 16, 4, 3), 128: C(64, 16)},
+    ("dkdv", "ampere", "tf32x3"): {32: C(32, 64, 4, 1), 64: C(16, 64, 4, 1)},
+    ("dkdv", "hopper", "tf32x3"): {32: C(32, 64, 4, 1), 64: C(32, 64, 4, 1), 128: C(16, 64, 4, 1)},
+    ("dq", "ampere", "tf32x3"): {32: C(64, 16, 4, 3), 64: C(64, 16, 4, 3)},
+    ("dq", "hopper", "tf32x3"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32, 4, 1)},
 }
 # The consumer cards after ada take its tiles.
 HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forward", "dkdv", "dq")})
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and no sinks;
 # grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. slopes: ALiBi. dropout: with random
-# numbers. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32,
-# by how it is multiplied.
-KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "terms", "matrix", "ieee", "tf32")
-SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32")  # the kinds that take what tune.use gives
+# numbers. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32,
+# tf32x3: fp32, by how it is multiplied.
+KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "terms", "matrix", "ieee", "tf32", "tf32x3")
+SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32", "tf32x3")  # the kinds that take what tune.use gives
+# Family -> head dim up to which three TF32 products of fp32 are faster than its own.
+THREE_PRODUCTS = {"ampere": 64, "hopper": 64}
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
 SMALLEST = Config(16, 16, 4, 1)
@@ -164,6 +175,11 @@ DELTA = Config(64, 1)
 def family(target: str) -> str:
     """The table row of a target: an exact name, else its generation's older relative, else generic."""
     return FAMILIES.get(target, "generic")
+
+
+def three_products(target: str, D: int) -> bool:
+    """Whether fp32 is multiplied faster by three TF32 products than by its own."""
+    return THREE_PRODUCTS.get(family(target), 0) >= D
 
 
 def bucket(D: int) -> int:

@@ -22,6 +22,7 @@ from andrea_triton.launch.plan import (
     backward_plan,
     decode_plan,
     forward_plan,
+    products,
     row_blocks,
     statistics_plan,
     unit_stride,
@@ -159,7 +160,9 @@ def execute(plan: Plan, given: Tensors, made: Tensors, problem: Problem, backend
         backend: triton or interpreter.
         wanted: what else the plan depends on.
     """
-    target, precision = targets.target_of(problem.device), targets.float32_precision()
+    target, precision = targets.target_of(problem.device), "ieee"
+    if problem.dtype == torch.float32:
+        precision = products(problem, target, targets.float32_precision())
     if backend == "interpreter":
         for launch in plan((*given, *made), wanted, problem, target, precision):
             if 0 not in launch.grid:
