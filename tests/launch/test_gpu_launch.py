@@ -23,7 +23,7 @@ from andrea_triton.errors import CompileError
 from andrea_triton.launch import compile as compiler
 from andrea_triton.launch import plan, run
 from andrea_triton.launch.configs import Config, candidates
-from andrea_triton.launch.plan import Launch
+from andrea_triton.launch.plan import Launch, products
 from andrea_triton.problem import Problem, make_problem
 from andrea_triton.spec import make_spec
 from tests.launch import stub_cuda
@@ -96,7 +96,7 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
     execute, card = run.execute, "sm_{}{}".format(*stub_cuda.CAPABILITIES[index])
 
     def execute_there(plan: Any, given: Any, made: Any, problem: Problem, backend: str, wishes: Any = ()) -> None:
-        launches = plan((*given, *made), wishes, problem, card, target.float32_precision())
+        launches = plan((*given, *made), wishes, problem, card, products(problem, card, target.float32_precision()))
         executed.extend(wanted(launch) for launch in launches)
         execute(plan, given, made, replace(problem, device=torch.device("cuda", index)), backend, wishes)
 
