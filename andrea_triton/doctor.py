@@ -98,7 +98,7 @@ def main() -> int:
         ("device", target.device_name(device)),
         ("target", "none: Triton's interpreter, on the CPU" if name == "interpreter" else name),
         ("backend", f"{target.default_backend(device)} ({target.reason(device)})"),
-        ("fp32 products", target.float32_precision() or "IEEE, or three of TF32 where those are faster"),
+        ("fp32 products", target.float32_precision()),
     ]
     for label, value in rows:
         print(f"{label:14} {value}")

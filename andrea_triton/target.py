@@ -129,6 +129,9 @@ def current(device: torch.device) -> Any:
 
 def stream(device: torch.device) -> int:
     """The handle of a GPU's current stream, which kernels start on; the device must be the current one."""
+    if device.type != "xpu":  # as Triton asks torch, without the way through Triton
+        handle: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+        return handle
     import triton
 
     driver = triton.runtime.driver.active
@@ -142,8 +145,8 @@ def gpu_target() -> Any:
     return triton.runtime.driver.active.get_current_target()
 
 
-def float32_precision() -> str | None:
-    """How fp32 matrix products are asked to be made: "ieee", "tf32x3" (three TF32 products) or "tf32"; None where nobody says.
+def float32_precision() -> str:
+    """How fp32 matrix products are asked to be made: "ieee", "tf32x3" (three TF32 products), "tf32", or "fastest" of two.
     ANDREA_TRITON_FLOAT32 in the environment, ieee or tf32x3, goes before torch's own setting for GPUs. Since torch 2.9 there are
     two ways to say that, and asking by the older fails after one said it by the newer; the older alone has no word for nothing.
 
@@ -157,12 +160,14 @@ def float32_precision() -> str | None:
         return own
     found = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     if found is None:
-        return None if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return found if found in ("ieee", "tf32") else None
+        return "fastest" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return found if found in ("ieee", "tf32") else "fastest"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast gives matrix products on a device, None outside autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = device.type
     if kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

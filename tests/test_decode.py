@@ -193,6 +193,36 @@ def test_generation_by_a_compiled_model() -> None:
     assert generate(compiled, prompts, 8, seed=0, page_size=4) == generate(model, prompts, 8, seed=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [None, 16])
+def test_one_compile_for_200_tokens(page: int | None) -> None:
+    """As a program is built of it, inductor and all: each cache, tokens equal those of the eager run."""
+    torch._dynamo.reset()
+    model = Andrea(AndreaConfig(vocab_size=64, d_model=32, n_head=4, n_layer=2, context=208)).eval()
+    for weight in model.parameters():
+        weight.data *= 6.0  # far from uniform, so that rounding does not decide which token is likeliest
+    compiles = []
+
+    def counting(graph: Any, inputs: list[Tensor]) -> Any:
+        compiles.append(graph)
+        return torch._inductor.compile(graph, inputs)
+
+    compiled: Any = torch.compile(model, backend=counting, fullgraph=True)
+    prompts, tokens = torch.tensor([[1], [2]]), {}
+    with torch.inference_mode():
+        for name, step in (("eager", model), ("compiled", compiled)):
+            caches, token, seen = model.new_caches(2, page_size=page), prompts, []
+            for cache in caches:
+                cache.reserve([200, 200])
+            for _ in range(200):
+                token = step(token, caches=caches, last=True)[:, -1].argmax(-1, keepdim=True)
+                seen.append(token)
+            assert caches[0].counts == [200, 200]
+            tokens[name] = torch.cat(seen, 1)
+    assert len(compiles) == 1 and len(tokens["eager"].unique()) > 8
+    assert torch.equal(tokens["compiled"], tokens["eager"])
+
+
 @pytest.mark.parametrize("page", [None, 3])
 def test_inference_mode_on_either_side(page: int | None) -> None:
     rows, q = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 1, 8)

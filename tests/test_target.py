@@ -159,7 +159,7 @@ def torch_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
 @pytest.mark.parametrize(
     ("steps", "found"),
     [
-        ((), None),
+        ((), "fastest"),
         (("set high",), "tf32"),
         (("set medium",), "tf32"),
         (("allow True",), "tf32"),
@@ -175,7 +175,7 @@ def torch_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
         (("matmul ieee", "set high"), "tf32"),
     ],
 )
-def test_precision_by_either_of_torchs_settings(steps: tuple[str, ...], found: str | None, torch_settings: Settings) -> None:
+def test_precision_by_either_of_torchs_settings(steps: tuple[str, ...], found: str, torch_settings: Settings) -> None:
     """The last word counts, whichever way it was said; where torch has but the older way, its default says nothing."""
     for step in steps:
         place, value = step.split()
@@ -190,8 +190,8 @@ def test_precision_by_either_of_torchs_settings(steps: tuple[str, ...], found: s
     assert target.float32_precision() == found
 
 
-@pytest.mark.parametrize(("asked", "found"), [("highest", None), ("high", "tf32"), ("medium", "tf32")])
-def test_precision_by_the_older_setting_alone(monkeypatch: pytest.MonkeyPatch, asked: str, found: str | None) -> None:
+@pytest.mark.parametrize(("asked", "found"), [("highest", "fastest"), ("high", "tf32"), ("medium", "tf32")])
+def test_precision_by_the_older_setting_alone(monkeypatch: pytest.MonkeyPatch, asked: str, found: str) -> None:
     """As before torch 2.9."""
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: asked)

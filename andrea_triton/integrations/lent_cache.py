@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,12 @@ class LentCache(Cache):
 
     def _write(self, k: Tensor, v: Tensor, slots: Tensor, real: Tensor | None) -> None:
         raise UnsupportedError("append", "a cache that was lent", "write to the tensors themselves")
+
+    def _make_room(self) -> None:
+        raise UnsupportedError("fork", "a cache that was lent", "copy the tensors themselves")
+
+    def _take(self, other: Cache, chosen: Sequence[int]) -> None:
+        raise UnsupportedError("reorder", "a cache that was lent", "write to the tensors themselves")
 
 
 class LentPages(PagedKVCache):

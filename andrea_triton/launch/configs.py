@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 class Config(NamedTuple):
     """One tiling: BLOCK_M query rows and BLOCK_N key rows a tile, num_warps warps, num_stages pipeline stages, whether the
-    tiles that a program keeps are held in registers (numerics.hold), whether one loop walks full blocks and edges, and how many
-    programs are to fit a multiprocessor's registers (0: as many as happen to)."""
+    tiles that a program keeps are held in registers (numerics.hold), whether one loop walks full blocks and edges, how many
+    programs are to fit a multiprocessor's registers (0: as many as happen to), and whether what only edges need is made there
+    and not kept in registers (forward and dkdv)."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -21,9 +22,10 @@ class Config(NamedTuple):
     HELD: bool = False
     ONE_LOOP: bool = False
     programs: int = 0
+    LEAN: bool = False
 
     def __str__(self) -> str:
-        held, loop = ", held" if self.HELD else "", ", one loop" if self.ONE_LOOP else ""
+        held, loop = ", held" if self.HELD else "", (", one lean loop" if self.LEAN else ", one loop") if self.ONE_LOOP else ""
         fit = f", {self.programs} fit" if self.programs else ""
         return f"{self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages{held}{loop}{fit}"
 
@@ -62,6 +64,11 @@ def S(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, programs: int
     return Config(BLOCK_M, BLOCK_N, num_warps, num_stages, False, True, programs)
 
 
+def L(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, programs: int) -> Config:
+    """The same, lean."""
+    return S(BLOCK_M, BLOCK_N, num_warps, num_stages, programs)._replace(LEAN=True)
+
+
 # (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Ampere and ada at head dim 64, and hopper throughout, were
 # chosen by a simulation of the compiled code clock by clock (counting/, Triton 3.9, bf16, causal, lengths 1k and 8k, hopper under
 # two guesses of the bandwidth of L2): counts of instructions are blind to the latency that stages and more, smaller programs
@@ -72,7 +79,12 @@ HALF = {
     ("forward", "turing"): {32: C(32, 32, 4, 1), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1), 256: C(16, 32, 8, 1)},
     ("forward", "ampere"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8, 2, True), 256: C(64, 32, 8)},
     ("forward", "ada"): {32: C(128, 64), 64: C(64, 32, 4, 3), 128: C(128, 32, 8, 2, True), 256: C(64, 32, 8)},
-    ("forward", "hopper"): {32: S(64, 64, 4, 2, 6), 64: S(128, 64, 4, 3, 3), 128: S(128, 64, 8, 2, 2), 256: S(128, 64, 8, 2, 1)},
+    ("forward", "hopper"): {
+        32: S(64, 64, 4, 2, 6),
+        64: L(128, 64, 4, 3, 3),
+        128: S(128, 64, 8, 2, 2),
+        256: S(128, 64, 8, 2, 1),
+    },
     ("forward", "blackwell"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8), 256: C(128, 32, 8)},
     ("forward", "cdna"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32), 256: C(64, 32)},
     ("forward", "rdna"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1), 128: C(64, 16, 8, 1), 256: C(32, 16, 8, 1)},
@@ -80,7 +92,12 @@ HALF = {
     ("dkdv", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
     ("dkdv", "ampere"): {32: H(32, 128), 64: H(32, 64, 4, 4), 128: H(16, 128, 8), 256: C(32, 32, 8, 1)},
     ("dkdv", "ada"): {32: H(32, 128), 64: H(32, 64, 4, 3), 128: H(16, 128, 8), 256: C(16, 32, 8, 1)},
-    ("dkdv", "hopper"): {32: S(64, 64, 4, 2, 4), 64: S(64, 64, 4, 3, 3), 128: S(32, 64, 4, 3, 2), 256: S(32, 64, 8, 2, 1)},
+    ("dkdv", "hopper"): {
+        32: L(64, 64, 4, 2, 4),
+        64: L(64, 64, 4, 3, 3),
+        128: S(32, 64, 4, 3, 2),
+        256: S(32, 64, 8, 2, 1),
+    },
     ("dkdv", "blackwell"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "cdna"): {32: C(64, 32), 64: C(32, 32), 128: C(32, 32), 256: C(16, 32)},
     ("dkdv", "rdna"): {32: C(16, 64, 4, 1), 64: C(16, 16, 4, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
@@ -112,6 +129,9 @@ SPECIAL = {
     ("forward", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
     ("dkdv", "hopper", "slopes"): {64: S(32, 64, 4, 3, 3)},
     ("dq", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
+    ("forward", "hopper", "capped"): {64: S(64, 64, 4, 2, 5)},
+    ("dkdv", "hopper", "capped"): {64: S(32, 64, 4, 3, 4)},
+    ("dq", "hopper", "capped"): {64: S(64, 64, 4, 2, 4)},
     ("forward", "hopper", "terms"): {64: C(64, 64)},
     ("dkdv", "hopper", "terms"): {64: S(32, 64, 4, 3, 3)},
     ("dq", "hopper", "terms"): {64: S(64, 64, 4, 3, 3)},
@@ -157,9 +177,10 @@ HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forw
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and no sinks;
 # grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. slopes: ALiBi. dropout: with random
-# numbers. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32,
-# tf32x3: fp32, by how it is multiplied.
-KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "terms", "matrix", "ieee", "tf32", "tf32x3")
+# numbers. capped: a softcap on bare products. terms: one beside others, the caller's score or mask. matrix: a bias or mask that
+# is read element by element. ieee, tf32, tf32x3: fp32, by how it is multiplied.
+KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "capped", "terms", "matrix", "ieee", "tf32", "tf32x3")
+WIDER = {"capped": "terms"}  # whose entries a kind takes where it has none
 SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32", "tf32x3")  # the kinds that take what tune.use gives
 # Family -> head dim up to which three TF32 products of fp32 are faster than its own.
 THREE_PRODUCTS = {"ampere": 64, "hopper": 64}
@@ -225,12 +246,13 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int, 
 
 def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
     """The table's entry."""
-    special = SPECIAL.get((kernel, row, kind), {}).get(D)
+    own, wider = (SPECIAL.get((kernel, row, x), {}) for x in (kind, WIDER.get(kind, kind)))
+    special = own.get(D, wider.get(D))
     if special is not None:
         return special
     first = HALF[kernel, row][D]
     for _ in range((itemsize // 2).bit_length() - 1):
-        first = _smaller(first)._replace(HELD=False, ONE_LOOP=False, programs=0)
+        first = _smaller(first)._replace(HELD=False, ONE_LOOP=False, programs=0, LEAN=False)
     return first
 
 

@@ -2,20 +2,27 @@
 
 from .andrea import PRESETS, Andrea, AndreaConfig
 from .attention import CausalSelfAttention, CrossAttention, SelfAttention
-from .generate import Generation, Sampling, Step, generate, stream
+from .beams import Beam, beam_search
+from .generate import Generation, Sampling, generate, stream
 from .plot import attention_map
+from .readers import Step
+from .speculate import Speculation, speculate
 
 __all__ = [
     "PRESETS",
     "Andrea",
     "AndreaConfig",
+    "Beam",
     "CausalSelfAttention",
     "CrossAttention",
     "Generation",
     "Sampling",
     "SelfAttention",
+    "Speculation",
     "Step",
     "attention_map",
+    "beam_search",
     "generate",
+    "speculate",
     "stream",
 ]

@@ -225,7 +225,9 @@ class Andrea(nn.Module):
             x = block(x, None if caches is None else caches[index], rows)
         return self.head(self.norm(x[:, -1:] if last else x))
 
-    def new_caches(self, batch: int, capacity: int | None = None, *, page_size: int | None = None) -> list[Cache]:
+    def new_caches(
+        self, batch: int, capacity: int | None = None, *, page_size: int | None = None, pages: int | None = None
+    ) -> list[Cache]:
         """Empty caches for a batch, one per block, on the model's device and in its dtype; under tensor parallelism for this
         rank's heads.
 
@@ -233,6 +235,7 @@ class Andrea(nn.Module):
             batch: sequences.
             capacity: most tokens of a sequence; None means the context.
             page_size: rows of a page for paged caches; None means contiguous ones.
+            pages: pages of each paged cache; None means enough for the batch at full capacity. Forks share them.
 
         Returns:
             The caches.
@@ -247,7 +250,8 @@ class Andrea(nn.Module):
         sizes = (batch, kv_heads, c.context if capacity is None else capacity, c.head_dim)
         if page_size is None:
             return [KVCache(*sizes, dtype=weight.dtype, device=weight.device) for _ in self.blocks]
-        return [PagedKVCache(*sizes, page_size=page_size, dtype=weight.dtype, device=weight.device) for _ in self.blocks]
+        dtype, device = weight.dtype, weight.device
+        return [PagedKVCache(*sizes, page_size=page_size, pages=pages, dtype=dtype, device=device) for _ in self.blocks]
 
     def save(self, path: Path | str) -> None:
         """Write config and weights to a safetensors file, whole or not at all. A model that is split over ranks is saved by all

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,20 +13,9 @@ from torch import Tensor
 
 from ..errors import DTypeError, ShapeError
 from .andrea import Andrea
+from .readers import CachedReader, Caches, Reader, State, Step, evaluating
 
 Prompt = Sequence[int] | Sequence[Sequence[int]] | Tensor
-
-
-class Step(NamedTuple):
-    """What one step of a stream brings.
-
-    Args:
-        tokens: the new token of each sequence, None where the sequence has stopped.
-        reasons: why a sequence stopped, None while it runs.
-    """
-
-    tokens: list[int | None]
-    reasons: list[str | None]
 
 
 class Generation(NamedTuple):
@@ -107,58 +95,10 @@ class Sampling:
         return int(torch.multinomial(self.probabilities(logits), 1, generator=generator))
 
 
-@dataclass
-class State:
-    """The sequences of a batch while they grow.
-
-    Args:
-        tokens: of each sequence, the prompt's first.
-        starts: lengths of the prompts.
-        limit: most new tokens of a sequence.
-        context: most tokens of a sequence.
-        stop: tokens that end a sequence.
-    """
-
-    tokens: list[list[int]]
-    starts: list[int]
-    limit: int
-    context: int
-    stop: frozenset[int]
-    reasons: list[str | None] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reasons = [self._reason(sequence) for sequence in range(len(self.tokens))]
-
-    @property
-    def running(self) -> bool:
-        """Whether any sequence still grows."""
-        return None in self.reasons
-
-    def take(self, chosen: Sequence[int]) -> Step:
-        """Append a token to each sequence that still grows."""
-        new: list[int | None] = [None] * len(self.tokens)
-        for sequence, token in enumerate(chosen):
-            if self.reasons[sequence] is None:
-                new[sequence] = token
-                self.tokens[sequence].append(token)
-                self.reasons[sequence] = self._reason(sequence)
-        return Step(new, list(self.reasons))
-
-    def _reason(self, sequence: int) -> str | None:
-        length, start = len(self.tokens[sequence]), self.starts[sequence]
-        if length > start and self.tokens[sequence][-1] in self.stop:
-            return f"token {self.tokens[sequence][-1]} ends a sequence"
-        if length - start >= self.limit:
-            return f"{self.limit} new tokens were asked for"
-        if length >= self.context:
-            return f"the context of {self.context} tokens is full"
-        return None
-
-
 def generate(
     model: Andrea, prompt: Prompt, max_new_tokens: int | None = None, *, temperature: float = 1.0, top_k: int | None = None,
     top_p: float | None = None, seed: int | None = None, stop: Sequence[int] = (), cached: bool = True,
-    page_size: int | None = None, prefill_chunk: int | None = None,
+    page_size: int | None = None, prefill_chunk: int | None = None, samples: int = 1, share_prefix: bool = False,
 ) -> Generation:  # fmt: skip
     """Continue prompts until a stop token, the number asked for, or the end of the context.
 
@@ -172,6 +112,8 @@ def generate(
         cached: keep keys and values; False computes all anew for each token, for comparison.
         page_size: rows of a page for paged caches; None means contiguous ones.
         prefill_chunk: most prompt tokens in one pass; None means all.
+        samples: sequences from each prompt, one after the other; with caches it is read once, and its pages are shared.
+        share_prefix: with caches, read what all prompts begin with once, and share its pages.
 
     Returns:
         Generation(tokens, new, reasons). When the context ends before max_new_tokens, a warning says so too.
@@ -187,12 +129,12 @@ def generate(
         >>> [len(tokens) for tokens in result.tokens], result.reasons[0]
         ([8, 6], '5 new tokens were asked for')
     """
-    prompts = checked_prompts(prompt, model.config.vocab_size, model.config.context)
+    prompts = checked_prompts(prompt, model.config.vocab_size, model.config.context, samples)
     new: list[list[int]] = [[] for _ in prompts]
     reasons: list[str | None] = [None] * len(prompts)
     steps = stream(
         model, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, cached=cached,
-        page_size=page_size, prefill_chunk=prefill_chunk,
+        page_size=page_size, prefill_chunk=prefill_chunk, samples=samples, share_prefix=share_prefix,
     )  # fmt: skip
     with evaluating(model):
         for step in steps:
@@ -213,12 +155,13 @@ def generate(
 def stream(
     model: Andrea, prompt: Prompt, max_new_tokens: int | None = None, *, temperature: float = 1.0, top_k: int | None = None,
     top_p: float | None = None, seed: int | None = None, stop: Sequence[int] = (), cached: bool = True,
-    page_size: int | None = None, prefill_chunk: int | None = None,
+    page_size: int | None = None, prefill_chunk: int | None = None, samples: int = 1, share_prefix: bool = False,
 ) -> Iterator[Step]:  # fmt: skip
     """`generate` as a stream: one Step per token. Everything is checked before the first.
 
     Args:
-        model, prompt, max_new_tokens, temperature, top_k, top_p, seed, stop, cached, page_size, prefill_chunk: as in `generate`.
+        model, prompt, max_new_tokens, temperature, top_k, top_p, seed, stop, cached, page_size, prefill_chunk, samples,
+            share_prefix: as in `generate`.
 
     Returns:
         An iterator of Step(tokens, reasons). Where no sequence may grow, it brings one Step with the reasons alone.
@@ -234,7 +177,7 @@ def stream(
     """
     sampling = Sampling(temperature, top_k, top_p)
     context = model.config.context
-    prompts = checked_prompts(prompt, model.config.vocab_size, context)
+    prompts = checked_prompts(prompt, model.config.vocab_size, context, samples)
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
         if value is not None and value < (name == "prefill_chunk"):
             raise ShapeError(f"{name} is {value}; wanted at least {int(name == 'prefill_chunk')}; None means no limit")
@@ -242,22 +185,9 @@ def stream(
     state = State(prompts, [len(tokens) for tokens in prompts], limit, context, frozenset(stop))
     first = int(torch.randint(2**62, ())) if seed is None else seed
     generators = [torch.Generator().manual_seed(first + b) for b in range(len(prompts))]
-    reader = CachedReader(model, state, page_size, prefill_chunk) if cached else Reader(model, state)
+    caches = Caches(page_size, prefill_chunk, samples, share_prefix)
+    reader = CachedReader(model, state, caches) if cached else Reader(model, state)
     return _steps(model, state, reader, sampling, generators)
-
-
-@contextmanager
-def evaluating(model: Andrea) -> Iterator[None]:
-    """Dropout off while it lasts; the model's mode is put back. Going through the modules costs as much as a block, so a caller
-    of many steps does it once around them."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        if training:
-            model.train()
 
 
 def _steps(model: Andrea, state: State, reader: Reader, sampling: Sampling, generators: list[torch.Generator]) -> Iterator[Step]:
@@ -270,57 +200,11 @@ def _steps(model: Andrea, state: State, reader: Reader, sampling: Sampling, gene
         yield state.take([sampling.choose(row, g) for row, g in zip(logits, generators, strict=True)])
 
 
-class Reader:
-    """Logits of each sequence's next token, all computed anew."""
-
-    def __init__(self, model: Andrea, state: State) -> None:
-        self.model, self.state = model, state
-        self.device = model.head.weight.device
-
-    def logits(self) -> Tensor:
-        """(B, vocab). Causal attention lets the padding behind a sequence change nothing."""
-        lengths = [len(tokens) for tokens in self.state.tokens]
-        padded = [tokens + [0] * (max(lengths) - len(tokens)) for tokens in self.state.tokens]
-        logits = self.model(torch.tensor(padded, device=self.device))
-        return logits[torch.arange(len(lengths)), torch.tensor(lengths) - 1]
-
-
-class CachedReader(Reader):
-    """Logits of each sequence's next token, from caches: the prompts at first, then the newest tokens alone."""
-
-    def __init__(self, model: Andrea, state: State, page_size: int | None, chunk: int | None) -> None:
-        super().__init__(model, state)
-        most = max(min(start + state.limit, state.context) for start in state.starts)
-        self.caches = model.new_caches(len(state.tokens), most, page_size=page_size)
-        self.chunk = chunk
-
-    def logits(self) -> Tensor:
-        """(B, vocab). Sequences end at the right edge; what is in front of the shorter ones is padding."""
-        held = self.caches[0].counts
-        fresh = [
-            tokens[count:] if reason is None else []
-            for tokens, count, reason in zip(self.state.tokens, held, self.state.reasons, strict=True)
-        ]
-        width = max(map(len, fresh))
-        padded = torch.tensor([[0] * (width - len(new)) + new for new in fresh], device=self.device)
-        logits = torch.empty(0)
-        for cache in self.caches:
-            cache.reserve([len(tokens) for tokens in self.state.tokens])  # a compiled model cannot
-        step = self.chunk or width
-        for start in range(0, width, step):
-            end = min(start + step, width)
-            rows = [min(max(end - (width - len(new)), 0), end - start) for new in fresh]
-            whole = all(row == end - start for row in rows)
-            known = None if whole else torch.tensor(rows)  # on the host, and as numbers that a compiled model is not made for
-            logits = self.model(padded[:, start:end], caches=self.caches, rows=known, last=True)
-        return logits[:, -1]
-
-
-def checked_prompts(prompt: Prompt, vocab_size: int, context: int) -> list[list[int]]:
-    """The tokens of each sequence.
+def checked_prompts(prompt: Prompt, vocab_size: int, context: int, samples: int = 1) -> list[list[int]]:
+    """The tokens of each sequence; those of one prompt follow one another.
 
     Raises:
-        ShapeError: no or empty prompts, prompts longer than the context, tokens outside the vocabulary.
+        ShapeError: no or empty prompts, prompts longer than the context, tokens outside the vocabulary, no samples.
         DTypeError: tokens are no integers.
     """
     entries: list[Any] = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
@@ -339,4 +223,6 @@ def checked_prompts(prompt: Prompt, vocab_size: int, context: int) -> list[list[
                 )
         if len(tokens) > context:
             raise ShapeError(f"prompt {index} has {len(tokens)} tokens; the context is {context}; keep its last {context}")
-    return prompts
+    if samples < 1:
+        raise ShapeError(f"samples is {samples}; wanted at least 1")
+    return [tokens[:] for tokens in prompts for _ in range(samples)]

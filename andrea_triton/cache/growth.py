@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ShapeError
+from ..errors import ShapeError
 
 
 def check_room(lengths: Sequence[int], capacity: int) -> None:
