@@ -56,7 +56,8 @@ def attention(
         seed: of the dropout: int, or an int64 tensor of one element on the tensors' device; None draws one from torch's
             generator.
         precise: in fp16 and bf16, sum the weights as rounded for the product with v, so that v = 1 gives exactly 1. lse is
-            then the logarithm of that sum, of the rounded weights: within half a unit of the dtype of the exact one.
+            then the logarithm of that sum, of the rounded weights: within half a unit of the dtype of the exact one. In
+            fp32, multiply by IEEE's rules alone.
         return_lse: return (out, lse); lse (B, HQ, M) is the natural logarithm of the row sum, fp32 (fp64 for fp64),
             differentiable.
         return_stats: also return, last, the largest logit of every row and the entropy of its weights in nats, fp32 (B, HQ,

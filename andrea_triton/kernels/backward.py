@@ -107,7 +107,7 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
         weight = steep(pt, capped, attention)
         do_tile = load_tile(queries.do, m, seq.M, BLOCK_M, v_tile.shape[1], attention.DV, CHECK)
         dv = product(drop(pt, q_pos, k_pos, b, h, attention).to(do_tile.dtype), do_tile, dv, attention.precision)
-        dpt = product(v_tile, tl.trans(do_tile), tl.zeros([BLOCK_N, BLOCK_M], attention.acc), attention.precision)
+        dpt = product(v_tile, tl.trans(do_tile), tl.zeros([BLOCK_N, BLOCK_M], attention.acc), attention.precision, True)
         dpt = drop(dpt, q_pos, k_pos, b, h, attention)
         dst = weight * (dpt - load_rows(rows.delta, base, m, BLOCK_M)[None, :])
         dst = score_grad(dst, capped, b, h, q_pos, k_pos, seq, attention.terms)

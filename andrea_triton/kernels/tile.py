@@ -24,7 +24,7 @@ class Attention(NamedTuple):
     D: Any  # constexpr: head dim of q and k
     DV: Any  # constexpr: head dim of v and o
     acc: Any  # constexpr type of sums
-    precision: Any  # constexpr: how fp32 is multiplied (ieee, tf32)
+    precision: Any  # constexpr: how fp32 is multiplied (ieee, tf32x3, tf32)
     exact: Any  # constexpr: logits are made before the maximum; False: bare products, or tanh of them, as right, that
     # softmax.exponent scales
     rounded: Any  # constexpr: the row sum adds the weights as rounded for the second product
@@ -36,7 +36,7 @@ def logits_tile(x, y, q_pos, k_pos, first, b, h, seq, attention, edge):
     """(logits, capped) of one tile: x y^T, terms, and at an edge the band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its
     transpose. The columns' positions begin at `first`. Where attention.exact is False there is no term but a cap or ALiBi, and
     both are products, or tanh of scaled ones, that nobody has multiplied by attention.scale_log2 yet."""
-    s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision)
+    s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision, q_pos.shape[0] == 1)
     if not attention.exact and attention.terms.cap is not None:
         s = tanh(s, attention.scale / attention.terms.cap, attention.tanh)
     if not attention.exact and attention.terms.slopes is not None:

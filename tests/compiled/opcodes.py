@@ -91,9 +91,9 @@ def _fused_flushed(x: Array, y: Array, z: Array) -> Array:
 
 OPERATIONS: dict[str, Operation] = {
     **_same("mov.pred mov.b16 mov.b32 mov.b64 mov.u16 mov.u32", 1, lambda x: x),
-    **_same("add.s32 add.s64 add.f32", 2, np.add),
-    **_same("sub.s32 sub.f32", 2, np.subtract),
-    **_same("mul.lo.s32 mul.lo.s64 mul.f32", 2, np.multiply),
+    **_same("add.s32 add.s64 add.f32 add.rn.f32", 2, np.add),
+    **_same("sub.s32 sub.f32 sub.rn.f32", 2, np.subtract),
+    **_same("mul.lo.s32 mul.lo.s64 mul.f32 mul.rn.f32", 2, np.multiply),
     **_same("mad.lo.s32 mad.lo.s64", 3, lambda x, y, z: x * y + z),
     **_same("fma.rn.f32", 3, values.fused),
     **_same("fma.rn.ftz.f32", 3, _fused_flushed),
