@@ -170,8 +170,8 @@ def timed(log: Path, config: Config) -> tuple[tune.Trial, list[Start]]:
 
 
 def at_one_address(log: Path, layouts: list[tuple[int, ...]]) -> tuple[Outcome, list[int]]:
-    """Forwards of one tensor's memory seen as (1, H, T, D) of other sizes (0, H, T, D), or (1, T, H, D) ones; after each, how many
-    tensor maps have been encoded."""
+    """Forwards of one memory seen as (1, H, T, D), layout (0, H, T, D), or as (1, T, H, D), layout (1, T, H, D); and, after each,
+    how many tensor maps have been encoded."""
     from triton.backends.nvidia import driver
 
     log.unlink(missing_ok=True)
