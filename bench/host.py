@@ -163,9 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if STUB not in os.environ and not target.has_gpu():
         return with_stub(arguments)
-    print(
-        f"torch {torch.__version__}, Python {sys.version.split()[0]}, {f'stub driver as {asked.card}' if STUB in os.environ else 'GPU'}"
-    )
+    machine = f"stub driver as {asked.card}" if STUB in os.environ else "GPU"
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {machine}")
     print("\n".join(table(measure(asked.repeats, asked.card))))
     return 0
 
