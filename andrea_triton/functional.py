@@ -309,7 +309,10 @@ _problems = Memory()
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
     """The problem of a call without further tensors, checked once for all calls with such tensors and settings."""
-    if ops.traced(q) or type(k) not in ops.PLAIN or type(v) not in ops.PLAIN or _lazy(q) or _lazy(k) or _lazy(v):
+    if (
+        ops.traced(q) or type(k) not in ops.PLAIN or type(v) not in ops.PLAIN or q.is_neg() or k.is_neg() or v.is_neg()
+        or q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor()
+    ):  # fmt: skip
         return make_problem(q, k, v, _spec(settings))
     try:
         sizes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout, q.device, k.device, v.device)
@@ -318,11 +321,6 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
     except (TypeError, RuntimeError):  # no hash: a list, or a setting of the wrong kind; no shape: a nested tensor
         return make_problem(q, k, v, _spec(settings))
     return problem or _problems.keep(key, make_problem(q, k, v, _spec(settings)))
-
-
-def _lazy(t: Tensor) -> bool:
-    """Whether a tensor's memory is not what it holds."""
-    return t.is_neg() or t._is_zerotensor()
 
 
 def _spec(settings: Settings) -> AttentionSpec:

@@ -61,6 +61,11 @@ class Attend(torch.autograd.Function):
         return (*found[:3], None, None, None, *found[3 : len(needs) - 3])
 
 
+# Function.apply without what it asks of every argument, in Python: whether it is left over from a transform that has ended.
+_apply: Any = super(torch.autograd.Function, Attend).apply
+leftover = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def indirect_backward(
     problem: Problem, inputs: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None,
     needs: tuple[bool, ...], backend: str,
@@ -329,6 +334,8 @@ def attend(
     if score is not None and score.grad is None and score.torch_fn is None:
         way_out = "give it grad=, its derivative (1 where fn only adds), or torch_fn=, from which autograd finds it"
         raise UnsupportedError("a gradient", "a Score without grad and torch_fn", way_out)
-    more = () if bias is None and sinks is None else (bias, sinks)
-    found: Any = Attend.apply(q, k, v, problem, backend, with_lse, *more)
+    if problem.plain and not (leftover(q) or leftover(k) or leftover(v)):
+        found: Any = _apply(q, k, v, problem, backend, with_lse)
+    else:
+        found = Attend.apply(q, k, v, problem, backend, with_lse, *(() if bias is None and sinks is None else (bias, sinks)))
     return found if with_lse else (found, None)
