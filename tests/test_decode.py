@@ -208,8 +208,9 @@ def test_one_compile_for_200_tokens(page: int | None) -> None:
         return torch._inductor.compile(graph, inputs)
 
     compiled: Any = torch.compile(model, backend=counting, fullgraph=True)
-    prompts, tokens = torch.tensor([[1], [2]]), {}
+    tokens = {}
     with torch.inference_mode():
+        prompts = torch.tensor([[1], [2]])
         for name, step in (("eager", model), ("compiled", compiled)):
             caches, token, seen = model.new_caches(2, page_size=page), prompts, []
             for cache in caches:

@@ -10,7 +10,7 @@ from andrea_triton.kernels.views import matrix_pointers
 
 
 class Terms(NamedTuple):
-    """logit = score(cap tanh(s / cap)) - slope |q_pos - k_pos| + bias, then -inf where keep or mask says no."""
+    """logit = score(cap tanh(s / cap)) - slope |q_pos - k_pos| + bias, then -inf where keep, mask or tree says no."""
 
     cap: Any = None  # number
     score: Any = None  # jit function (s, batch, head, q_pos, k_pos, *score_args) -> s
@@ -22,6 +22,7 @@ class Terms(NamedTuple):
     keep: Any = None  # Matrix of 0 (hidden) and 1
     mask: Any = None  # jit function (batch, head, q_pos, k_pos, *mask_args) -> true where visible
     mask_args: tuple = ()
+    tree: Any = None  # Matrix (batch, head, M, M) of 0 and 1: which of the newest keys a query sees; before them it sees all
 
 
 @triton.jit
@@ -62,6 +63,10 @@ def logits(s, b, h, q_pos, k_pos, first, seq, terms, TANH: tl.constexpr):
         s = tl.where(tl.load(matrix_pointers(terms.keep, b, h, row, col)) != 0, s, float("-inf"))
     if terms.mask is not None:
         s = tl.where(terms.mask(b, h, row + seq.q_start, col, *terms.mask_args), s, float("-inf"))
+    if terms.tree is not None:
+        new = tl.maximum(tl.minimum(col - seq.q_start, seq.M - 1), 0)
+        sees = tl.load(matrix_pointers(terms.tree, b, h, row, new)) != 0
+        s = tl.where(sees | (col < seq.q_start), s, float("-inf"))
     return s, capped
 
 

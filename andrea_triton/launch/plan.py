@@ -271,12 +271,14 @@ class Pages(NamedTuple):
 
 
 def decode_plan(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor,
-    problem: Problem, target: str, precision: str,
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, tree: Tensor | None, parts: tuple[Tensor, Tensor], out: Tensor,
+    lse: Tensor, problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill out and lse over a cache; parts [splits, ...] hold the attention over each part of the keys."""
     common = attention(problem, precision, target)
     common = common._replace(sizes=common.sizes._replace(q_start=None))
+    if tree is not None:
+        common = common._replace(terms=common.terms._replace(tree=matrix(tree.view(torch.uint8))), exact=constant(True))
     table, size = (None, None) if pages is None else pages
     splits = parts[0].shape[0]
     tilings = decode_tilings(problem, size)

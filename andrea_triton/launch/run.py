@@ -188,11 +188,12 @@ def _statistics_plan(
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, splits: int, problem: Problem, backend: str
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, tree: Tensor | None, splits: int, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of queries over a cache, its keys in `splits` parts."""
+    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of queries over a cache, its keys in `splits` parts. tree: which
+    of the newest rows sees which, bool [B,HQ,M,M]."""
     table, size = (None, None) if pages is None else pages
-    *_, out, lse = execute(DECODE, (q, k, v, table), problem, backend, (splits, size))
+    *_, out, lse = execute(DECODE, (q, k, v, table, tree), problem, backend, (splits, size))
     return out, lse
 
 
@@ -203,15 +204,15 @@ def _decode_rooms(given: Tensors, problem: Problem, wanted: Wanted) -> list[Room
 
 
 def _decode_plan(given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str) -> list[Launch]:
-    (q, k, v, table), (*parts, out, lse) = given, made
+    (q, k, v, table, tree), (*parts, out, lse) = given, made
     pages = None if table is None else Pages(table, wanted[1])
-    return decode_plan(q, k, v, pages, (parts[0], parts[1]), out, lse, problem, target, precision)
+    return decode_plan(q, k, v, pages, tree, (parts[0], parts[1]), out, lse, problem, target, precision)
 
 
 FORWARD = Work(_forward_rooms, _forward_plan, strided=3)
 BACKWARD = Work(_backward_rooms, _backward_plan, strided=6)
 STATISTICS = Work(_statistics_rooms, _statistics_plan, strided=2)
-DECODE = Work(_decode_rooms, _decode_plan, strided=4)
+DECODE = Work(_decode_rooms, _decode_plan, strided=5)
 
 _starts = Memory()
 
