@@ -93,12 +93,11 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
     registers."""
     rows, base = queries.rows, queries.base
     BLOCK_N: tl.constexpr = k_tile.shape[0]
-    k_pos = n + tl.arange(0, BLOCK_N)[:, None]
     CHECK: tl.constexpr = PART != FULL
     first, last = bounds(span, BLOCK_M, PART, True)
     for i in tl.range(first, last, BLOCK_M, disable_licm=LEAN):
         m, edge = block_at(span, i, BLOCK_M, PART, True)
-        q_pos = (seq.q_start + m + tl.arange(0, BLOCK_M))[None, :]
+        q_pos, k_pos = (seq.q_start + m + tl.arange(0, BLOCK_M))[None, :], (n + tl.arange(0, BLOCK_N))[:, None]
         q_tile = load_tile(queries.q, m, seq.M, BLOCK_M, k_tile.shape[1], attention.D, CHECK)
         pivot = load_rows(rows.pivot, base, m, BLOCK_M)[None, :]
         norm = None if rows.norm is None else load_rows(rows.norm, base, m, BLOCK_M)[None, :]

@@ -44,10 +44,21 @@ def sloped(s, q_pos, k_pos, first, scale, slope):
 
 
 @triton.jit
-def logits(s, b, h, q_pos, k_pos, first, seq, terms, TANH: tl.constexpr):
-    """(logits, capped): natural-unit logits from scaled products, and the value that entered the user's score. The columns'
-    positions begin at `first`. The user's functions get positions clamped to the sequence, so that what they load with them is in
-    bounds."""
+def read_matrix(x, b, h, q_pos, k_pos, seq):
+    """The elements of a bias or mask that a tile needs, None of None. Read them before the product that they join: Triton gives
+    what follows two layouts that of the later one, and shared memory would carry the scores to that of the loads."""
+    if x is None:
+        return x
+    else:
+        row, col = tl.minimum(q_pos - seq.q_start, seq.M - 1), tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
+        return tl.load(matrix_pointers(x, b, h, row, col))
+
+
+@triton.jit
+def logits(s, bias, keep, b, h, q_pos, k_pos, first, seq, terms, TANH: tl.constexpr):
+    """(logits, capped): natural-unit logits from scaled products, the elements of bias and keep, and so on, and the value that
+    entered the user's score. The columns' positions begin at `first`. The user's functions get positions clamped to the sequence,
+    so that what they load with them is in bounds."""
     if terms.cap is not None:
         s = terms.cap * tanh(s, 1 / terms.cap, TANH)
     capped = s
@@ -57,10 +68,10 @@ def logits(s, b, h, q_pos, k_pos, first, seq, terms, TANH: tl.constexpr):
         s = terms.score(s, b, h, row + seq.q_start, col, *terms.score_args)
     if terms.slopes is not None:
         s -= tl.load(terms.slopes + b * terms.slopes_stride + h) * distance(q_pos, k_pos, first, s.shape[1], s.dtype)
-    if terms.bias is not None:
-        s += tl.load(matrix_pointers(terms.bias, b, h, row, col)).to(s.dtype)
-    if terms.keep is not None:
-        s = tl.where(tl.load(matrix_pointers(terms.keep, b, h, row, col)) != 0, s, float("-inf"))
+    if bias is not None:
+        s += bias.to(s.dtype)
+    if keep is not None:
+        s = tl.where(keep != 0, s, float("-inf"))
     if terms.mask is not None:
         s = tl.where(terms.mask(b, h, row + seq.q_start, col, *terms.mask_args), s, float("-inf"))
     if terms.tree is not None:

@@ -8,7 +8,7 @@ import triton.language as tl
 from andrea_triton.kernels.bands import visible
 from andrea_triton.kernels.dropout import kept
 from andrea_triton.kernels.numerics import product, tanh
-from andrea_triton.kernels.scores import cap_slope, logits, sloped
+from andrea_triton.kernels.scores import cap_slope, logits, read_matrix, sloped
 from andrea_triton.kernels.softmax import exponent
 
 
@@ -36,6 +36,8 @@ def logits_tile(x, y, q_pos, k_pos, first, b, h, seq, attention, edge):
     """(logits, capped) of one tile: x y^T, terms, and at an edge the band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its
     transpose. The columns' positions begin at `first`. Where attention.exact is False there is no term but a cap or ALiBi, and
     both are products, or tanh of scaled ones, that nobody has multiplied by attention.scale_log2 yet."""
+    bias = read_matrix(attention.terms.bias, b, h, q_pos, k_pos, seq)
+    keep = read_matrix(attention.terms.keep, b, h, q_pos, k_pos, seq)
     s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision, q_pos.shape[0] == 1)
     if not attention.exact and attention.terms.cap is not None:
         s = tanh(s, attention.scale / attention.terms.cap, attention.tanh)
@@ -44,7 +46,7 @@ def logits_tile(x, y, q_pos, k_pos, first, b, h, seq, attention, edge):
         s = sloped(s, q_pos, k_pos, first, attention.scale, slope)
     capped = s
     if attention.exact:
-        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, first, seq, attention.terms, attention.tanh)
+        s, capped = logits(s * attention.scale, bias, keep, b, h, q_pos, k_pos, first, seq, attention.terms, attention.tanh)
     if edge:
         s = tl.where(visible(attention.band, q_pos, k_pos, seq.N), s, float("-inf"))
     return s, capped if attention.exact else s
