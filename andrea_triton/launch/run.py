@@ -129,23 +129,24 @@ def _statistics(tensors: Tensors, _: Wanted, problem: Problem, target: str, prec
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, tree: Tensor | None, splits: int, problem: Problem, backend: str
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, tree: Tensor | None, split_size: int, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of queries over a cache, its keys in `splits` parts. tree: which
-    of the newest rows sees which, bool [B,HQ,M,M]."""
+    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of queries over a cache, its keys in parts of `split_size`. tree:
+    which of the newest rows sees which, bool [B,HQ,M,M]."""
     q, k, v, acc = unit_stride(q), unit_stride(k), unit_stride(v), accumulator(q.dtype)
     shape = (problem.B, problem.HQ, problem.M)
-    parts = allocate((splits, *shape, problem.DV), acc, q.device), allocate((splits, *shape), acc, q.device)
+    number = -(-problem.N // split_size)
+    parts = allocate((number, *shape, problem.DV), acc, q.device), allocate((number, *shape), acc, q.device)
     out, lse = allocate_like(q, problem.DV, False), allocate(shape, acc, q.device)
     table, size = (None, None) if pages is None else pages
-    execute(_decode, (q, k, v, table, tree), (*parts, out, lse), problem, backend, (splits, size))
+    execute(_decode, (q, k, v, table, tree), (*parts, out, lse), problem, backend, (split_size, size))
     return out, lse
 
 
 def _decode(tensors: Tensors, wanted: Wanted, problem: Problem, target: str, precision: str) -> list[Launch]:
     q, k, v, table, tree, *rest = tensors
     pages = None if table is None else Pages(table, wanted[1])
-    return decode_plan(q, k, v, pages, tree, (rest[0], rest[1]), rest[2], rest[3], problem, target, precision)
+    return decode_plan(q, k, v, pages, tree, (rest[0], rest[1]), rest[2], rest[3], wanted[0], problem, target, precision)
 
 
 def execute(plan: Plan, given: Tensors, made: Tensors, problem: Problem, backend: str, wanted: Wanted = ()) -> None:
