@@ -16,10 +16,10 @@ from andrea_triton.kernels.views import Head, sequence
 
 @triton.jit
 def key_range(band, seq, row, end_row):
-    """First key and end of those that the queries row .. end_row - 1 may see."""
+    """First key and end of those that the queries row .. end_row - 1 may see; the first may be negative."""
     first, end = 0 * seq.N, seq.N
     if band.left is not None:
-        first = tl.maximum(seq.q_start + row - band.left, 0)
+        first = seq.q_start + row - band.left
     if band.right is not None:
         end = tl.minimum(end, seq.q_start + end_row + band.right)
     return first, end
@@ -91,7 +91,7 @@ def combine(part_out, part_lse, sinks, o, lse_out, attention, split_size, BLOCK_
 
     seq, row0 = sequence(sizes, b), tl.program_id(1) * BLOCK_M
     first, end = key_range(attention.band, seq, row0, tl.minimum(row0 + BLOCK_M, sizes.M))
-    first, end = first // split_size, tl.cdiv(tl.maximum(end, 0), split_size)
+    first, end = tl.maximum(first, 0) // split_size, tl.cdiv(tl.maximum(end, 0), split_size)
     nothing = tl.full([BLOCK_M], float("-inf"), attention.acc)
     pivot = nothing if sinks is None else tl.maximum(nothing, tl.load(sinks + h).to(attention.acc))
     for s in range(first, end):
