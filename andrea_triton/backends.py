@@ -66,13 +66,15 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def run_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, ...]:
-    """out, lse, and the row pivots and sums that the kernels' backward takes (empty for backend torch)."""
+def run_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, backend: str, learning: bool = True) -> tuple[Tensor, ...]:
+    """out, lse, and the row pivots and sums that the kernels' backward takes: empty for backend torch, None by kernels where no
+    backward follows."""
     if backend == "torch":
         with outside_autocast(q.device.type):
             out, lse = cpu.forward(problem, q, k, v)
         return out, lse, lse.new_empty(0), lse.new_empty(0)
-    return tuple(launcher().forward(q, k, v, problem, backend))
+    results: tuple[Tensor, ...] = launcher().forward(q, k, v, problem, backend, learning)
+    return results
 
 
 def run_backward(
@@ -87,14 +89,15 @@ def run_backward(
     if backend == "torch" or (score is not None and score.grad is None):  # whose derivative only autograd of torch_fn knows
         with outside_autocast(q.device.type):
             return cpu.backward(problem, inputs, saved[0], saved[1], dout, dlse, needs)
-    run = launcher()
-    shape = None if bias is None or not needs[3] else (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    by_rows = shape is not None and shape[-1] == 1
-    shape = None if by_rows else shape
-    of_qkv = needs[0], needs[1] or needs[2]
-    grads = run.backward(q, k, v, dout, dlse, run.Saved(*saved), problem, backend, of_qkv, shape, needs[4])
+    backward, of_qkv = launcher().backward, (needs[0], needs[1] or needs[2])
+    if bias is None or not needs[3]:
+        found: Gradients = backward(q, k, v, dout, dlse, saved, problem, backend, of_qkv, None, needs[4])
+        return found
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    by_rows = shape[-1] == 1
+    grads = backward(q, k, v, dout, dlse, saved, problem, backend, of_qkv, None if by_rows else shape, needs[4])
     dbias = row_bias_grad(saved[0], saved[1], inputs[4], dout, dlse) if by_rows else grads.dbias
-    dbias = None if dbias is None or bias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
+    dbias = None if dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
     return grads.dq, grads.dk, grads.dv, dbias, grads.dsinks
 
 
@@ -115,7 +118,7 @@ def partial_backward(
     else:
         from .launch.plan import attention
 
-        unit = 1.0 if attention(problem, "ieee").exact.value else 1.0 / math.log(2.0)
+        unit = 1.0 if attention(problem, "ieee", "interpreter").exact.value else 1.0 / math.log(2.0)
         saved = (out, lse, lse.masked_fill(empty, 0.0) * unit, (~empty).to(lse.dtype))
     needs = (True, True, True, False, False)
     grads = run_backward(problem, (q, k, v, None, None), saved, dout, dlse, needs, "torch" if cpu_kind else backend)

@@ -112,13 +112,14 @@ def checked_matrix(
 
 
 def checked_slopes(slopes: Tensor, q: Tensor, B: int, HQ: int) -> Tensor:
-    """The ALiBi slopes as (B, HQ) float32."""
+    """The ALiBi slopes as (B, HQ) float32, heads side by side, a view of the caller's where they are so already."""
     check_tensor("alibi", slopes, q, FLOAT_DTYPES)
     if slopes.dim() not in (1, 2) or slopes.shape[-1] != HQ or (slopes.dim() == 2 and slopes.shape[0] != B):
         fail_shape("alibi", slopes, f"({HQ},) or ({B}, {HQ}), a slope per query head", "slice or expand it")
     if slopes.requires_grad:
         raise UnsupportedError("alibi", "every backend", "slopes get no gradient; pass alibi.detach(), or train a bias")
-    return slopes.to(torch.float32).expand(B, HQ)
+    slopes = slopes.to(torch.float32)
+    return (slopes if slopes.stride(-1) == 1 else slopes.contiguous()).expand(B, HQ)
 
 
 def checked_vector(name: str, tensor: Tensor, q: Tensor, size: int, dtypes: Sequence[torch.dtype], per: str) -> Tensor:

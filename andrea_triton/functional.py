@@ -94,7 +94,7 @@ def attention(
         seed=seed, validate=validate,
     )  # fmt: skip
     chosen = _backend(backend, q)
-    out, lse = ops.attend(problem, q, k, v, bias, sinks, chosen)
+    out, lse = ops.attend(problem, q, k, v, bias, sinks, chosen, with_lse=return_lse or return_stats)
     return _results(problem, q, k, v, out, lse, bias, (return_lse, return_stats), chosen)
 
 
@@ -181,7 +181,7 @@ def varlen_attention(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, validate=validate,
     )  # fmt: skip
     chosen = _backend(backend, q)
-    out, lse = ops.attend(problem, q, k, v, None, sinks, chosen)
+    out, lse = ops.attend(problem, q, k, v, None, sinks, chosen, with_lse=return_lse or return_stats)
     return _results(problem, q, k, v, out, lse, None, (return_lse, return_stats), chosen)
 
 
@@ -308,7 +308,7 @@ _problems = Memory()
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
     """The problem of a call without further tensors, checked once for all calls with such tensors and settings."""
-    if ops.traced(q) or any([type(t) not in ops.PLAIN or t.is_neg() or t._is_zerotensor() for t in (q, k, v)]):
+    if ops.traced(q) or type(k) not in ops.PLAIN or type(v) not in ops.PLAIN or _lazy(q) or _lazy(k) or _lazy(v):
         return make_problem(q, k, v, _spec(settings))
     try:
         sizes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout, q.device, k.device, v.device)
@@ -317,6 +317,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
     except (TypeError, RuntimeError):  # no hash: a list, or a setting of the wrong kind; no shape: a nested tensor
         return make_problem(q, k, v, _spec(settings))
     return problem or _problems.keep(key, make_problem(q, k, v, _spec(settings)))
+
+
+def _lazy(t: Tensor) -> bool:
+    """Whether a tensor's memory is not what it holds."""
+    return t.is_neg() or t._is_zerotensor()
 
 
 def _spec(settings: Settings) -> AttentionSpec:

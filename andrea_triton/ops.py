@@ -20,57 +20,63 @@ from .reference import reference, wide_reference
 from .spec import AttentionSpec
 
 PLAIN = (Tensor, torch.nn.Parameter)
+ABSENT = (False, False)
 
 
 class Attend(torch.autograd.Function):
-    """out, lse of q, k, v, bias and sinks, with their gradients; lse is differentiable like out."""
+    """out, or out and lse, of q, k, v, bias and sinks, with their gradients; lse is differentiable like out."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        problem: Problem,
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the forward and keep what the backward reads, every tensor of the call in autograd's own keeping."""
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str, with_lse: bool, *learned: Tensor | None
+    ) -> Any:
+        """Run the forward and keep what the backward reads, every tensor of the call in autograd's own keeping. learned: bias and
+        sinks, where there is one of them, for autograd takes time over what is absent too."""
         saved = run_forward(problem, q, k, v, backend)
-        sides: tuple[Tensor, ...] = ()
-        if any([x is not None for x in problem.extras]):
-            problem, sides = problem.emptied()
-        ctx.save_for_backward(q, k, v, bias, sinks, *saved, *sides)
-        ctx.problem, ctx.backend = problem, backend
+        emptied, sides = (problem, ()) if problem.plain else problem.emptied()
+        ctx.save_for_backward(q, k, v, *saved, *learned, *sides)
+        ctx.problem, ctx.backend, ctx.plain = emptied, backend, problem.plain
         ctx.set_materialize_grads(False)
-        return saved[0], saved[1]
+        return (saved[0], saved[1]) if with_lse else saved[0]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Gradients by the kernels; through the dense reference when they are to be differentiated again."""
-        kept = ctx.saved_tensors  # read once: checkpointing makes them again at every reading
-        inputs, saved, sides = kept[:5], kept[5:9], kept[9:]
+        kept, needs, problem, bias, sinks = ctx.saved_tensors, ctx.needs_input_grad, ctx.problem, None, None
         if dout is None and dlse is None:
-            return (None,) * 7
-        problem, needs = ctx.problem, tuple(ctx.needs_input_grad[:5])
-        if any([x is not None for x in problem.extras]) or inputs[3] is not None or inputs[4] is not None:
-            problem = problem.filled(sides, inputs[3], inputs[4])
-        own = problem.extras.score is not None or problem.extras.mask is not None
-        batched, watched = batching(dout) or batching(dlse), torch._C._len_torch_dispatch_stack() > 0
-        if torch.is_grad_enabled() or (batched and own):
-            grads: Any = dense_backward(problem, inputs, dout, dlse, torch.is_grad_enabled())
-        elif batched or (watched and not own):
-            if watched:
-                flops.announce()  # the mode is to see one operator, also where the forward was none
-            tensors, numbers = take_apart(problem, inputs[3], ctx.backend)
-            call = TracedBackward.apply if batched == "func" else backward_op
-            grads = call(dout, dlse, *saved, list(needs), *inputs[:3], *tensors, *numbers)
+            return (None,) * len(needs)
+        if len(needs) > 6:
+            bias, sinks = kept[7:9]
+        if not ctx.plain:
+            problem = problem.filled(kept[7 if len(needs) == 6 else 9 :], bias, sinks)
+        inputs, saved, wanted = (*kept[:3], bias, sinks), kept[3:7], (*needs[:3], *(needs[6:] or ABSENT))
+        if torch.is_grad_enabled() or batching(dout) or batching(dlse) or torch._C._len_torch_dispatch_stack() > 0:
+            grads = indirect_backward(problem, inputs, saved, dout, dlse, wanted, ctx.backend)
         else:
-            grads = run_backward(problem, inputs, saved, dout, dlse, needs, ctx.backend)
+            grads = run_backward(problem, inputs, saved, dout, dlse, wanted, ctx.backend)
         # A gradient that is wanted and has nothing to flow from, at batch 0 for instance, is zero, as torch's is.
-        wanted = zip(grads, inputs, needs, strict=True)
-        return (*((torch.zeros_like(t) if g is None else g) if n else None for g, t, n in wanted), None, None)
+        found = [
+            None if not w else torch.zeros_like(t) if g is None else g for g, t, w in zip(grads, inputs, wanted, strict=True)
+        ]
+        return (*found[:3], None, None, None, *found[3 : len(needs) - 3])
+
+
+def indirect_backward(
+    problem: Problem, inputs: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None,
+    needs: tuple[bool, ...], backend: str,
+) -> Any:  # fmt: skip
+    """The gradients of a backward that is itself recorded, batched or watched by a dispatch mode."""
+    own = problem.extras.score is not None or problem.extras.mask is not None
+    batched, watched = batching(dout) or batching(dlse), torch._C._len_torch_dispatch_stack() > 0
+    if torch.is_grad_enabled() or (batched and own):
+        return dense_backward(problem, inputs, dout, dlse, torch.is_grad_enabled())
+    if own and not batched:
+        return run_backward(problem, inputs, saved, dout, dlse, needs, backend)
+    if watched:
+        flops.announce()  # the mode is to see one operator, also where the forward was none
+    tensors, numbers = take_apart(problem, inputs[3], backend)
+    call = TracedBackward.apply if batched == "func" else backward_op
+    return call(dout, dlse, *saved, list(needs), *inputs[:3], *tensors, *numbers)
 
 
 def batching(grad: Tensor | None) -> str:
@@ -294,29 +300,35 @@ def distinct(tensors: tuple[Tensor | None, ...]) -> list[Any]:
 
 
 def attend(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor]:
-    """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view. Forward-mode
-    derivatives go through the dense reference: O(M N) memory."""
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, backend: str, *,
+    with_lse: bool = True,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view; without
+    with_lse lse may be None, which spares autograd an output. Forward-mode derivatives go through the dense reference: O(M N)
+    memory."""
     if backend == "reference":
         return reference(problem, q, k, v)
     if torch.autograd.forward_ad._current_level >= 0:
         return wide_reference(problem, q, k, v)
-    if traced(q) and problem.extras.score is None and problem.extras.mask is None:
+    score, mask = problem.extras.score, problem.extras.mask
+    learned = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any([t is not None and t.requires_grad for t in (bias, sinks)])
+    )
+    if score is None and mask is None and traced(q):
         if not torch.compiler.is_compiling():
             flops.announce()
         tensors, numbers = take_apart(problem, bias, backend)
         q, k, v, *others = distinct((q, k, v, *tensors))
-        learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks))
         # Dynamo cannot trace a Function that nothing differentiates.
         call = Traced.apply if learned or not torch.compiler.is_compiling() else forward_op
         out, lse, _, _ = call(q, k, v, *others, *numbers)
         return out, lse
-    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (q, k, v, bias, sinks)):
-        out, lse, *_ = run_forward(problem, q, k, v, backend)
+    if not learned:
+        out, lse, *_ = run_forward(problem, q, k, v, backend, learning=False)
         return out, lse
-    score = problem.extras.score
     if score is not None and score.grad is None and score.torch_fn is None:
         way_out = "give it grad=, its derivative (1 where fn only adds), or torch_fn=, from which autograd finds it"
         raise UnsupportedError("a gradient", "a Score without grad and torch_fn", way_out)
-    return Attend.apply(q, k, v, bias, sinks, problem, backend)
+    more = () if bias is None and sinks is None else (bias, sinks)
+    found: Any = Attend.apply(q, k, v, problem, backend, with_lse, *more)
+    return found if with_lse else (found, None)

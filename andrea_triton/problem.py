@@ -1,5 +1,6 @@
 """One attention call, checked: tensors and a spec become a Problem, or an error says why not."""
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from andrea_triton.checks import (
     refuse_in_packed,
 )
 from andrea_triton.errors import ShapeError
+from andrea_triton.memory import Memory
 from andrea_triton.spec import AttentionSpec, Mask, Score, default_scale
 
 
@@ -110,6 +112,35 @@ class Problem:
         """Position of query 0 of a dense call. Each packed sequence resolves spec.q_start by its own lengths."""
         return self.N - self.M if self.spec.q_start is None else self.spec.q_start
 
+    @functools.cached_property
+    def facts(self) -> object | None:
+        """Stands for all that the launches of a call can depend on but q, k and v, one object for problems that differ in where
+        their tensors lie and in an int seed alone. None where an argument of the caller's own function is of a kind that nothing
+        is known of."""
+        spec = (*self.spec.__dict__.values(), self.dtype, self.device)
+        sizes = (self.B, self.HQ, self.HKV, self.M, self.N, self.D, self.DV, self.max_q, self.max_k, *spec)
+        if self.plain:
+            return _facts.get(sizes) or _facts.keep(sizes, object())
+        *others, seed, score, mask = self.extras
+        args = [a for x in (score, mask) if x is not None for a in x.args]
+        if not all(x is None or isinstance(x, (int, float, Tensor)) for x in args):
+            return None
+        own = [None if x is None else (x.fn, getattr(x, "grad", None), len(x.args)) for x in (score, mask)]
+        of_seed = _fact(seed) if isinstance(seed, Tensor) else seed is None
+        found = (*sizes, *map(_fact, others), of_seed, *own, *map(_fact, args))
+        return _facts.get(found) or _facts.keep(found, object())
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the extras, in one order."""
+        own = [a for x in (self.extras.score, self.extras.mask) if x is not None for a in x.args]
+        return tuple([x for x in (*self.extras, *own) if isinstance(x, Tensor)])
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """True where the call has no extras."""
+        return all([x is None for x in self.extras])
+
     def emptied(self) -> tuple["Problem", tuple[Tensor, ...]]:
         """The problem without a tensor in it, and its tensors but bias and sinks: what autograd is to keep, and `filled` takes.
         Kept by autograd, they are freed with the graph, seen by its hooks, and an error when changed in place."""
@@ -125,13 +156,13 @@ class Problem:
         keep = None if extras.keep is None else unexpanded(extras.keep)
         # A copy of the seed, for it may be advanced in place for the next layer before the backward reads it.
         seed = extras.seed.clone() if isinstance(extras.seed, Tensor) else extras.seed
-        extras = _with_each(extras._replace(bias=None, sinks=None, keep=keep, seed=seed), taken)
+        extras = with_each(extras._replace(bias=None, sinks=None, keep=keep, seed=seed), taken)
         return replace(self, extras=extras), tuple(tensors)
 
     def filled(self, tensors: Iterable[Tensor], bias: Tensor | None, sinks: Tensor | None) -> "Problem":
         """An emptied problem with its tensors again; bias in the caller's own shape."""
         rest, full = iter(tensors), (self.B, self.HQ, self.M, self.N)
-        extras = _with_each(self.extras, lambda x: next(rest) if x is HOLE else x)
+        extras = with_each(self.extras, lambda x: next(rest) if x is HOLE else x)
         return replace(self, extras=extras._replace(
             bias=None if bias is None else bias.expand(full),
             keep=None if extras.keep is None else extras.keep.expand(full),
@@ -153,10 +184,21 @@ class Problem:
         )
 
 
+_facts = Memory()
+
+
+def _fact(x: Any) -> Any:
+    """What a launch can depend on in an optional argument: a number by its kind and bits, for 1, 1.0 and True are one key, as are
+    0.0 and -0.0."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.stride(), x.shape
+    return x if x is None else (type(x), x.hex() if isinstance(x, float) else x)
+
+
 HOLE: Any = object()  # where `emptied` took a tensor from
 
 
-def _with_each(extras: Extras, change: Callable[[Any], Any]) -> Extras:
+def with_each(extras: Extras, change: Callable[[Any], Any]) -> Extras:
     """The extras with every value but bias and sinks changed, the arguments of the user's functions one by one."""
     own = {name: change(getattr(extras, name)) for name in SIDES}
     score, mask = extras.score, extras.mask

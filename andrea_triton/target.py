@@ -128,6 +128,9 @@ def current(device: torch.device) -> Any:
 
 def stream(device: torch.device) -> int:
     """The handle of a GPU's current stream, which kernels start on; the device must be the current one."""
+    if device.type != "xpu":  # as Triton asks torch, without the way through Triton
+        handle: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+        return handle
     import triton
 
     driver = triton.runtime.driver.active
@@ -152,6 +155,8 @@ def float32_precision() -> str:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast gives matrix products on a device, None outside autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = device.type
     if kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

@@ -39,7 +39,7 @@ Results are JSON lines and go, with their plots, to bench/results/local/, which 
 SWEEPS = ("T", "batch", "heads", "dim", "dtype", "window", "gqa", "gain")
 MODES = ("forward", "backward", "both")
 STATIC = """Count the calls of the committed table, all or some: about half a minute each on one core, most of it compiling, which
-Triton keeps for the next time. `python -m andrea_triton.launch.report` counts any other call."""
+Triton keeps for the next time. `python -m andrea_triton.counting.report` counts any other call."""
 
 
 def make_parser() -> argparse.ArgumentParser:

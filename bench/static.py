@@ -1,13 +1,18 @@
-"""What the compiler made of the kernels, counted without a GPU: `python -m bench static` writes JSON lines and draws them.
+"""What the compiler made of the kernels, counted and simulated without a GPU: `python -m bench static` writes JSON lines and
+draws them.
 
-The committed table, results/static.jsonl, is what tests/launch/test_static.py holds later kernels against.
+The committed table, results/static.jsonl, is what tests/counting/test_static.py holds later kernels against.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +34,12 @@ TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx
 DIMS = (32, 64, 128)
 WIDE_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90")
 VARIANT_TARGETS = ("sm_80", "sm_89", "sm_90")
-VARIANTS = ("window", "gqa", "softcap", "bias", "alibi", "sinks")
+VARIANTS = ("window", "gqa", "softcap", "bias", "alibi", "sinks", "dropout")
 # What the committed table holds: the plain causal call in 16 bits everywhere; in fp32, by IEEE's rules and in TF32, where people
 # train; and what else a call can ask for, at the home head dim.
 CALLS: tuple[Call, ...] = (
     *itertools.product(TARGETS, DIMS, ("bf16", "fp16"), ("causal",)),
+    *itertools.product(WIDE_TARGETS, (256,), ("bf16",), ("causal",)),
     *itertools.product(WIDE_TARGETS, DIMS, ("fp32", "tf32"), ("causal",)),
     *itertools.product(VARIANT_TARGETS, (64,), ("bf16",), VARIANTS),
 )
@@ -48,7 +54,7 @@ def wanted(targets: Sequence[str], dims: Sequence[int], dtypes: Sequence[str], v
     asked = (targets, dims, dtypes, variants)
     found = [call for call in CALLS if all(not some or value in some for value, some in zip(call, asked, strict=True))]
     if not found:
-        raise ValueError(f"the table has no call with all of {asked}; python -m andrea_triton.launch.report counts any call")
+        raise ValueError(f"the table has no call with all of {asked}; python -m andrea_triton.counting.report counts any call")
     return found
 
 
@@ -57,11 +63,19 @@ def call_of(row: Row) -> Call:
     return row["target"], row["D"], row["dtype"], row["variant"]
 
 
-def count_all(calls: Sequence[Call], file: Path) -> list[Row]:
-    """Compile calls, forward and backward, and count their machine code.
+def counted(call: Call) -> list[Row]:
+    """The lines of one call."""
+    from andrea_triton.counting.report import as_json, count
+
+    return [json.loads(as_json(row)) for row in count(*call, LENGTH)]
+
+
+def count_all(calls: Sequence[Call], file: Path, processes: int | None = None) -> list[Row]:
+    """Compile calls, forward and backward, count their machine code, and simulate it.
 
     Args:
         calls: what to count.
+        processes: that share the work; None for one on each core.
         file: where a JSON line per kernel goes, in the place of the lines that it has of the same calls; others stay.
 
     Returns:
@@ -69,12 +83,13 @@ def count_all(calls: Sequence[Call], file: Path) -> list[Row]:
     """
     from tqdm import tqdm
 
-    from andrea_triton.launch.report import as_json, count
-
     kept = [row for row in read_rows(file) if call_of(row) not in set(calls)] if file.exists() else []
-    for target, dim, dtype, variant in tqdm(calls, desc="compiling", unit="call", ascii=" ="):
-        kept += [json.loads(as_json(row)) for row in count(target, dim, dtype, variant, LENGTH)]
-        write_rows(kept, file)
+    count = processes or os.cpu_count() or 1
+    with ProcessPoolExecutor(count, get_context("spawn")) if count > 1 else nullcontext() as pool:
+        found = map(counted, calls) if pool is None else pool.map(counted, calls)
+        for rows in tqdm(found, desc="compiling", total=len(calls), unit="call", ascii=" ="):
+            kept += rows
+            write_rows(kept, file)
     return read_rows(file)
 
 
@@ -87,7 +102,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The lines of a file that count_all, or `python -m andrea_triton.launch.report --json`, wrote."""
+    """The lines of a file that count_all, or `python -m andrea_triton.counting.report --json`, wrote."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
@@ -126,6 +141,11 @@ def full(name: str) -> Callable[[Row], Any]:
     return lambda row: (row.get("full") or {}).get(name)
 
 
+def simulated(place: int) -> Callable[[Row], Any]:
+    """Simulated TFLOP/s at one of the lengths."""
+    return lambda row: (row.get("simulated") or (0, 0))[place]
+
+
 def bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], Any], theme: Theme, inner: Callable[[Row], Any] | None) -> None:
     """A bar per target and kernel; inside it, darker, a second value."""
     targets = targets_of(rows)
@@ -141,15 +161,21 @@ def bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], Any], theme: Th
 
 
 def draw(rows: Sequence[Row], dim: int, dtype: str, theme: Theme) -> Figure:
-    """Modelled speed, instructions per tile, registers and shared memory of one head dim and dtype, by target."""
+    """Simulated and modelled speed, registers and shared memory of one head dim and dtype, by target."""
     rows = [row for row in rows if (row["D"], row["dtype"], row["variant"]) == (dim, dtype, "causal")]
     targets, version = targets_of(rows), rows[0]["triton"]
     said = f"causal, D = {dim}, {dtype}; counted in the machine code that Triton {version} makes, modelled, not timed"
     figure = new_figure(theme, "The kernels as compiled, by target", said, legend_rows=1, height=7.2)
     grid = figure.subplots(2, 2, gridspec_kw={"wspace": 0.2, "hspace": 0.42})
     panels: list[tuple[Axes, str, str, Callable[[Row], Any], Callable[[Row], Any] | None]] = [
-        (grid[0][0], "Speed, modelled (pale: all pipes overlap)", "TFLOP/s", full("overlap_tflops"), full("serial_tflops")),
-        (grid[0][1], "Instructions of a warp per tile, full blocks", "instructions", full("total"), None),
+        (grid[0][0], "Useful speed, simulated: T = 1k (pale: 8k)", "TFLOP/s", simulated(1), simulated(0)),
+        (
+            grid[0][1],
+            "Full blocks, by counts (pale: all overlap)",
+            "TFLOP/s",
+            full("overlap_tflops"),
+            full("serial_tflops"),
+        ),
         (grid[1][0], "Registers per thread (number: spills in loops)", "registers", lambda row: row["registers"], None),
         (grid[1][1], "Shared memory of a program", "KiB", lambda row: row["shared_memory"] / 1024, None),
     ]
@@ -160,8 +186,9 @@ def draw(rows: Sequence[Row], dim: int, dtype: str, theme: Theme) -> Figure:
         axes.set_xticks(range(len(targets)), targets)
         axes.tick_params(axis="x", labelsize=7, labelrotation=30)
         axes.set_ylabel(unit)
-    if any(bar.get_height() > 0 for bar in grid[0][0].patches):  # plain arithmetic has no modelled speed
-        log_axis(grid[0][0], plain)
+    for axes in grid[0]:  # plain arithmetic has no modelled speed
+        if any(bar.get_height() > 0 for bar in axes.patches):
+            log_axis(axes, plain)
     mark_spills(grid[1][0], rows, theme)
     legend_below(figure, [grid[0][1]], theme)
     return figure

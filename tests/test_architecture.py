@@ -11,6 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.rooms import MAY_IMPORT, MAY_IMPORT_LATER
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "andrea_triton"
 TOP_LEVEL = {
@@ -18,84 +20,6 @@ TOP_LEVEL = {
     "andrea_triton", "bench", "notebooks", "tests",
 }  # fmt: skip
 
-PURE = "errors spec"
-HOST = f"{PURE} problem target torch"
-TILES = "triton kernels.numerics kernels.views"
-PARTS = "kernels.bands kernels.scores kernels.softmax kernels.dropout"
-PLAN = f"{HOST} kernels launch.cards launch.configs launch.descriptors"
-
-# Room -> what it may import beside the standard library. A name stands for itself and for what is inside it; a file
-# without an entry of its own belongs to its folder's.
-MAY_IMPORT = {
-    "__init__": f"{PURE} dropout functional sdpa cache decode",
-    "errors": "",
-    "spec": "errors",
-    "memory": "",
-    "kinds": "errors torch",
-    "checks": f"{PURE} kinds torch",
-    "problem": f"{PURE} checks torch",
-    "dropout": "torch",
-    "reference": f"{PURE} problem dropout torch",
-    "target": "errors torch",
-    "kernels.__init__": "",
-    "kernels.numerics": "triton",
-    "kernels.views": "triton kernels.numerics",
-    "kernels.bands": TILES,
-    "kernels.scores": TILES,
-    "kernels.softmax": TILES,
-    "kernels.dropout": TILES,
-    "kernels.tile": f"{TILES} {PARTS}",
-    "kernels.forward": f"{TILES} {PARTS} kernels.tile",
-    "kernels.backward": f"{TILES} {PARTS} kernels.tile",
-    "kernels.term_grads": f"{TILES} {PARTS} kernels.tile kernels.backward",
-    "kernels.statistics": f"{TILES} {PARTS} kernels.tile",
-    "kernels.decode": f"{TILES} {PARTS} kernels.tile kernels.forward",
-    "launch.__init__": "",
-    "launch.cards": "",
-    "launch.configs": "launch.cards",
-    "launch.descriptors": f"{HOST} kernels launch.configs triton",
-    "launch.plan": f"{PLAN} numpy",
-    "launch.faults": f"{HOST} triton",
-    "launch.compile": f"{PLAN} triton numpy launch.plan launch.faults",
-    "launch.interpreter": f"{HOST} triton numpy launch.plan launch.compile",
-    "launch.assembly": "errors",
-    "launch.opcodes": "errors launch.assembly",
-    "launch.machine_code": "errors launch.cards launch.assembly launch.opcodes",
-    "launch.start": f"{PLAN} triton numpy launch.plan launch.compile launch.faults",
-    "launch.run": f"{PLAN} memory launch.plan launch.interpreter launch.start",
-    "launch.tune": f"{PLAN} triton launch",
-    "launch.report": f"{PLAN} triton launch",
-    "cpu": f"{PURE} problem dropout reference torch cpu",
-    "backends": f"{HOST} reference cpu",
-    "flops": "torch",
-    "ops": f"{HOST} reference cpu backends flops",
-    "functional": f"{HOST} memory reference ops",
-    "sdpa": "errors kinds functional torch",
-    "train": f"{PURE} torch numpy functional nn safetensors",
-    "check": f"{HOST} functional testing",
-    "doctor": f"{HOST} functional",
-    "cache": "errors torch cache",
-    "decode": f"{HOST} checks cpu flops ops functional backends cache",
-    "nn": f"{PURE} torch functional cache decode nn",
-    "distributed": f"{HOST} functional backends ops nn distributed",
-    "integrations": f"{PURE} torch functional sdpa cache decode integrations",
-    "integrations.flash_attn.probabilities": "torch dropout functional reference integrations",
-    "integrations.flash_attn.lowlevel": f"{HOST} functional backends integrations",
-    "testing": f"{PURE} problem reference torch testing",
-}
-# The same for imports that run when a function is called, or only for the type checker.
-MAY_IMPORT_LATER = {
-    "target": "triton",
-    "backends": "launch",
-    "functional": "launch",
-    "launch.report": "tqdm",
-    "launch.tune": "tqdm",
-    "nn": "matplotlib safetensors tokenizers distributed",
-    "train": "matplotlib tqdm",
-    "check": "matplotlib",
-    "doctor": "launch functional",
-    "integrations": "transformers flash_attn",
-}
 # Files outside kernels/ that may speak Triton's language, and why.
 SPEAKS_TRITON = {
     "launch.interpreter": "replaces the language's scope and its products while the interpreter runs",

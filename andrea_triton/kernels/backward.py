@@ -7,8 +7,8 @@ import triton.language as tl
 
 from andrea_triton.kernels.bands import ALL, EDGES, FULL, block_at, bounds, key_span, query_span
 from andrea_triton.kernels.numerics import hold, product
-from andrea_triton.kernels.scores import product_grad
-from andrea_triton.kernels.tile import drop, logits_tile, probs_tile
+from andrea_triton.kernels.scores import score_grad
+from andrea_triton.kernels.tile import drop, logits_tile, probs_tile, steep
 from andrea_triton.kernels.views import PAD, Head, load_tile, program, row_pointers, sequence, store_tile
 
 
@@ -88,14 +88,13 @@ class Queries(NamedTuple):
 
 @triton.jit
 def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
-                 BLOCK_M: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+                 BLOCK_M: tl.constexpr, PART: tl.constexpr, LEAN: tl.constexpr = False):  # fmt: skip
     """(dk, dv) after a part of the span. Tiles are transposed: P^T, dS^T stay in
     registers."""
     rows, base = queries.rows, queries.base
     BLOCK_N: tl.constexpr = k_tile.shape[0]
     k_pos = n + tl.arange(0, BLOCK_N)[:, None]
     CHECK: tl.constexpr = PART != FULL
-    LEAN: tl.constexpr = PART == ALL and not attention.exact  # positions at edges are made there, not kept in registers
     first, last = bounds(span, BLOCK_M, PART, True)
     for i in tl.range(first, last, BLOCK_M, disable_licm=LEAN):
         m, edge = block_at(span, i, BLOCK_M, PART, True)
@@ -105,19 +104,21 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
         norm = None if rows.norm is None else load_rows(rows.norm, base, m, BLOCK_M)[None, :]
         st, capped = logits_tile(k_tile, q_tile, q_pos, k_pos, b, h, seq, attention, edge)
         pt = probs_tile(st, pivot, norm, attention)
+        weight = steep(pt, capped, attention)
         do_tile = load_tile(queries.do, m, seq.M, BLOCK_M, v_tile.shape[1], attention.DV, CHECK)
         dv = product(drop(pt, q_pos, k_pos, b, h, attention).to(do_tile.dtype), do_tile, dv, attention.precision)
         dpt = product(v_tile, tl.trans(do_tile), tl.zeros([BLOCK_N, BLOCK_M], attention.acc), attention.precision)
         dpt = drop(dpt, q_pos, k_pos, b, h, attention)
-        dst = pt * (dpt - load_rows(rows.delta, base, m, BLOCK_M)[None, :])
-        dst = product_grad(dst, capped, b, h, q_pos, k_pos, seq, attention.terms, CHECK)
+        dst = weight * (dpt - load_rows(rows.delta, base, m, BLOCK_M)[None, :])
+        dst = score_grad(dst, capped, b, h, q_pos, k_pos, seq, attention.terms)
         dk = product(dst.to(q_tile.dtype), q_tile, dk, attention.precision)
     return dk, dv
 
 
 @triton.jit
 def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-         BLOCK_N: tl.constexpr, HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False):  # fmt: skip
+         BLOCK_N: tl.constexpr, HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False,
+         LEAN: tl.constexpr = False):  # fmt: skip
     """dk and dv of one block of keys.
 
     Maths:  dv = P^T dO; dS = P (dP - delta), dP = dO v^T; dk = scale dS^T q, summed over the GROUP query heads of a key head.
@@ -145,7 +146,7 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
         queries = Queries(Head(q, seq.batch, h, seq.first_q), Head(do, seq.batch, h, seq.first_q), rows,
                           rows_at(rows, h, sizes, seq))  # fmt: skip
         if ONE_LOOP:
-            dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, ALL)
+            dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, ALL, LEAN)
         else:
             dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, EDGES)
             dk, dv = over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention, BLOCK_M, FULL)
@@ -160,12 +161,13 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
 
 @triton.jit
 def dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention,
-                 edge):  # fmt: skip
-    """(d loss / d logits [BLOCK_M, BLOCK_N], capped) of one tile, queries along the rows."""
+                 edge, CAP: tl.constexpr):  # fmt: skip
+    """(d loss / d logits [BLOCK_M, BLOCK_N], capped) of one tile, queries along the rows. CAP: of what enters the softcap."""
     s, capped = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, edge)
     p = probs_tile(s, pivot, norm, attention)
+    weight = steep(p, capped, attention) if CAP else p
     dp = product(do_tile, tl.trans(v_tile), tl.zeros(s.shape, attention.acc), attention.precision)
-    return p * (drop(dp, q_pos, k_pos, b, h, attention) - total), capped
+    return weight * (drop(dp, q_pos, k_pos, b, h, attention) - total), capped
 
 
 @triton.jit
@@ -179,8 +181,10 @@ def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, s
         k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, do_tile.shape[1], attention.DV, CHECK)
-        ds, capped = dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, edge)
-        ds = product_grad(ds, capped, b, h, q_pos, k_pos, seq, attention.terms, CHECK)
+        ds, capped = dlogits_tile(
+            q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, edge, True
+        )
+        ds = score_grad(ds, capped, b, h, q_pos, k_pos, seq, attention.terms)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, attention.precision)
     return dq
 

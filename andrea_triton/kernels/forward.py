@@ -22,15 +22,16 @@ class Totals(NamedTuple):
 
 
 @triton.jit
-def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.constexpr,
-           PART: tl.constexpr):  # fmt: skip
-    """Online-softmax state after a part of the span."""
+def attend(state, q_tile, q_at, k, v, b, h, seq, span, attention, BLOCK_N: tl.constexpr,
+           PART: tl.constexpr, LEAN: tl.constexpr = False):  # fmt: skip
+    """Online-softmax state after a part of the span. q_at: the queries' positions, of ALL the first one. LEAN: what only edges
+    need is made there, not kept in registers."""
     CHECK: tl.constexpr = PART != FULL
-    LEAN: tl.constexpr = PART == ALL and not attention.exact  # positions at edges are made there, not kept in registers
     first, last = bounds(span, BLOCK_N, PART, attention.band.left is not None)
     for i in tl.range(first, last, BLOCK_N, disable_licm=LEAN):
         n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
         k_pos = n + tl.arange(0, BLOCK_N)
+        q_pos = q_at + tl.arange(0, q_tile.shape[0]) if PART == ALL else q_at
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, edge)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, state.acc.shape[1], attention.DV, CHECK)
@@ -46,7 +47,7 @@ def attend(state, q_tile, q_pos, k, v, b, h, seq, span, attention, BLOCK_N: tl.c
 
 @triton.jit
 def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-            HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False):  # fmt: skip
+            HELD: tl.constexpr = False, ONE_LOOP: tl.constexpr = False, LEAN: tl.constexpr = False):  # fmt: skip
     """Output and log-sum-exp of one block of queries.
 
     Maths:  o = softmax(score(scale q k^T)) v over the keys in the band, with dropout of the weights; lse in natural units.
@@ -71,7 +72,7 @@ def forward(q, k, v, o, totals, sinks, attention, BLOCK_M: tl.constexpr, BLOCK_N
     state = start(BLOCK_M, COLS_V, attention.acc, 4 if ONE_LOOP else 8)
 
     if ONE_LOOP:
-        state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, ALL)
+        state = attend(state, q_tile, seq.q_start + row, kh, vh, b, h, seq, span, attention, BLOCK_N, ALL, LEAN)
     else:
         state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, FULL)
         state = attend(state, q_tile, q_pos, kh, vh, b, h, seq, span, attention, BLOCK_N, EDGES)

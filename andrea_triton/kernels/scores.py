@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.numerics import softcap
+from andrea_triton.kernels.numerics import tanh
 from andrea_triton.kernels.views import matrix_pointers
 
 
@@ -16,7 +16,8 @@ class Terms(NamedTuple):
     score: Any = None  # jit function (s, batch, head, q_pos, k_pos, *score_args) -> s
     score_grad: Any = None  # jit function of the same arguments -> d score / d s; None is 1
     score_args: tuple = ()
-    slopes: Any = None  # pointer to (batch, head) fp32, contiguous
+    slopes: Any = None  # pointer to (batch, head) fp32, heads side by side
+    slopes_stride: Any = None  # from one batch entry to the next; 0 where they share them
     bias: Any = None  # Matrix
     keep: Any = None  # Matrix of 0 (hidden) and 1
     mask: Any = None  # jit function (batch, head, q_pos, k_pos, *mask_args) -> true where visible
@@ -25,11 +26,11 @@ class Terms(NamedTuple):
 
 
 @triton.jit
-def logits(s, b, h, q_pos, k_pos, seq, heads, terms, FAST: tl.constexpr):
+def logits(s, b, h, q_pos, k_pos, seq, terms, TANH: tl.constexpr):
     """(logits, capped): natural-unit logits from scaled products, and the value that entered the user's score. The user's
     functions get positions clamped to the sequence, so that what they load with them is in bounds."""
     if terms.cap is not None:
-        s = softcap(s, terms.cap, FAST)
+        s = terms.cap * tanh(s, 1 / terms.cap, TANH)
     capped = s
     row = tl.minimum(q_pos - seq.q_start, seq.M - 1)
     col = tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)  # there may be no key; a program always has a query
@@ -38,7 +39,7 @@ def logits(s, b, h, q_pos, k_pos, seq, heads, terms, FAST: tl.constexpr):
     if terms.slopes is not None:
         # Subtracted as floats: one instruction a score in place of three. Counted from the first query, exact up to 2^24 rows.
         distance = tl.abs((q_pos - seq.q_start).to(s.dtype) - (k_pos - seq.q_start).to(s.dtype))
-        s -= tl.load(terms.slopes + b * heads + h) * distance
+        s -= tl.load(terms.slopes + b * terms.slopes_stride + h) * distance
     if terms.bias is not None:
         s += tl.load(matrix_pointers(terms.bias, b, h, row, col)).to(s.dtype)
     if terms.keep is not None:
@@ -53,19 +54,22 @@ def logits(s, b, h, q_pos, k_pos, seq, heads, terms, FAST: tl.constexpr):
 
 
 @triton.jit
-def product_grad(dlogits, capped, b, h, q_pos, k_pos, seq, terms, CHECK: tl.constexpr):
-    """d loss / d (scaled product) from d loss / d logit: the derivatives of the user's score and of the softcap. Where nothing
-    flows, as from a hidden key, nothing is asked of them: their value there may be NaN."""
+def score_grad(dlogits, capped, b, h, q_pos, k_pos, seq, terms):
+    """d loss / d score's argument from d loss / d logit: the derivative of the user's score. Where nothing flows, as from a
+    hidden key, nothing is asked of it: its value there may be NaN."""
     ds = dlogits
-    if terms.score_grad is not None:
+    if terms.score_grad is None:
+        return dlogits
+    else:
         row = tl.minimum(q_pos - seq.q_start, seq.M - 1)
         col = tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
-        ds *= terms.score_grad(capped, b, h, row + seq.q_start, col, *terms.score_args)
-    if terms.cap is not None:
-        t = capped * (1 / terms.cap)
-        ds *= 1 - t * t
-    hiding = CHECK or terms.bias is not None or terms.keep is not None or terms.mask is not None
-    if terms.score_grad is not None or (terms.cap is not None and hiding):
+        ds = dlogits * terms.score_grad(capped, b, h, row + seq.q_start, col, *terms.score_args)
         return tl.where(dlogits == 0, 0.0, ds)
-    else:
-        return ds
+
+
+@triton.jit
+def cap_slope(capped, terms, EXACT: tl.constexpr):
+    """Derivative of the softcap, 1 - tanh², from `capped`: cap tanh, or (not EXACT) tanh itself, which is -inf where the key is
+    hidden. There, and where a hidden key made a NaN of it, it is 0."""
+    t = tl.maximum(capped * (1 / terms.cap) if EXACT else capped, -1.0)
+    return 1 - t * t

@@ -19,7 +19,7 @@ def survey(top, entropy, q_tile, q_pos, k, lse, b, h, seq, span, attention, BLOC
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, PART != FULL)
         s, _ = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, edge)
         if not attention.exact:
-            s *= attention.scale
+            s *= attention.scale if attention.terms.cap is None else attention.terms.cap
         log_p = s - lse
         p = tl.exp2(log_p * LOG2E)
         top = tl.maximum(top, tl.max(s, 1))

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from andrea_triton.kernels.bands import visible
 from andrea_triton.kernels.dropout import kept
-from andrea_triton.kernels.numerics import product
-from andrea_triton.kernels.scores import logits
+from andrea_triton.kernels.numerics import product, tanh
+from andrea_triton.kernels.scores import cap_slope, logits
 from andrea_triton.kernels.softmax import exponent
 
 
@@ -20,27 +20,31 @@ class Attention(NamedTuple):
     terms: Any  # scores.Terms: logits from scaled products
     dropout: Any  # dropout.Dropout or None
     scale: Any
-    scale_log2: Any  # scale log2(e), rounded once
+    scale_log2: Any  # scale log2(e), or of a bare cap cap log2(e), rounded once
     D: Any  # constexpr: head dim of q and k
     DV: Any  # constexpr: head dim of v and o
     acc: Any  # constexpr type of sums
     precision: Any  # constexpr: how fp32 is multiplied (ieee, tf32)
-    exact: Any  # constexpr: logits are made before the maximum; False: bare products, as right, that softmax.exponent scales
+    exact: Any  # constexpr: logits are made before the maximum; False: bare products, or tanh of them, as right, that
+    # softmax.exponent scales
     rounded: Any  # constexpr: the row sum adds the weights as rounded for the second product
+    tanh: Any  # constexpr: how numerics.tanh makes that of a softcap
 
 
 @triton.jit
 def logits_tile(x, y, q_pos, k_pos, b, h, seq, attention, edge):
     """(logits, capped) of one tile: x y^T, terms, and at an edge the band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its
-    transpose. Where attention.exact is False there are no terms, and both are products that nobody has scaled yet."""
-    FAST: tl.constexpr = x.dtype.primitive_bitwidth < 32
+    transpose. Where attention.exact is False there is no term but a cap, and both are products, or tanh of scaled ones, that
+    nobody has multiplied by attention.scale_log2 yet."""
     s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision)
+    if not attention.exact and attention.terms.cap is not None:
+        s = tanh(s, attention.scale / attention.terms.cap, attention.tanh)
     capped = s
     if attention.exact:
-        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.sizes.heads, attention.terms, FAST)
+        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.terms, attention.tanh)
     if edge:
         s = tl.where(visible(attention.band, q_pos, k_pos, seq.N), s, float("-inf"))
-    return s, capped
+    return s, capped if attention.exact else s
 
 
 @triton.jit
@@ -48,6 +52,13 @@ def probs_tile(s, pivot, norm, attention):
     """Softmax weights from logits and the row's pivot and norm (None: folded into the pivot)."""
     p = tl.exp2(exponent(s, pivot, attention.scale_log2, attention.exact))
     return p if norm is None else p * norm
+
+
+@triton.jit
+def steep(p, capped, attention):
+    """p times the derivative of the softcap: what weighs d loss / d product. Made along with p, so that no tile of logits waits
+    for the product that makes dP."""
+    return p if attention.terms.cap is None else p * cap_slope(capped, attention.terms, attention.exact)
 
 
 @triton.jit

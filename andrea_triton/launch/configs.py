@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 class Config(NamedTuple):
     """One tiling: BLOCK_M query rows and BLOCK_N key rows a tile, num_warps warps, num_stages pipeline stages, whether the
-    tiles that a program keeps are held in registers (numerics.hold), whether one loop walks full blocks and edges, and how many
-    programs are to fit a multiprocessor's registers (0: as many as happen to)."""
+    tiles that a program keeps are held in registers (numerics.hold), whether one loop walks full blocks and edges, how many
+    programs are to fit a multiprocessor's registers (0: as many as happen to), and whether what only edges need is made there
+    and not kept in registers (forward and dkdv)."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -21,9 +22,10 @@ class Config(NamedTuple):
     HELD: bool = False
     ONE_LOOP: bool = False
     programs: int = 0
+    LEAN: bool = False
 
     def __str__(self) -> str:
-        held, loop = ", held" if self.HELD else "", ", one loop" if self.ONE_LOOP else ""
+        held, loop = ", held" if self.HELD else "", (", one lean loop" if self.LEAN else ", one loop") if self.ONE_LOOP else ""
         fit = f", {self.programs} fit" if self.programs else ""
         return f"{self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages{held}{loop}{fit}"
 
@@ -62,18 +64,27 @@ def S(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, programs: int
     return Config(BLOCK_M, BLOCK_N, num_warps, num_stages, False, True, programs)
 
 
-# (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Counted with launch/report.py (Triton 3.9, bf16, causal): no
-# spill in a main loop for head dims 32, 64 and 128 on ampere, ada and hopper, two programs on a multiprocessor where the
-# registers allow it. At head dim 64 ampere, ada and hopper were chosen by a simulation of the compiled code clock by clock, on
-# Triton 3.6 and 3.9, lengths 1k and 8k: counts are blind to the latency that stages and more, smaller programs hide. The other
-# head dims were chosen by counts. Turing has no bf16 products and Triton gives it none for fp16 either: small tiles, plain
-# arithmetic.
+def L(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, programs: int) -> Config:
+    """The same, lean."""
+    return S(BLOCK_M, BLOCK_N, num_warps, num_stages, programs)._replace(LEAN=True)
+
+
+# (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Ampere and ada at head dim 64, and hopper throughout, were
+# chosen by a simulation of the compiled code clock by clock (counting/, Triton 3.9, bf16, causal, lengths 1k and 8k, hopper under
+# two guesses of the bandwidth of L2): counts of instructions are blind to the latency that stages and more, smaller programs
+# hide. The others were chosen by such counts. No spill in a main loop of a causal call for head dims 32, 64 and 128 on ampere,
+# ada and hopper. Turing has no bf16 products and Triton gives it none for fp16 either: small tiles, plain arithmetic.
 HALF = {
     ("forward", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32), 256: C(32, 32, 4, 1)},
     ("forward", "turing"): {32: C(32, 32, 4, 1), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1), 256: C(16, 32, 8, 1)},
     ("forward", "ampere"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8, 2, True), 256: C(64, 32, 8)},
     ("forward", "ada"): {32: C(128, 64), 64: C(64, 32, 4, 3), 128: C(128, 32, 8, 2, True), 256: C(64, 32, 8)},
-    ("forward", "hopper"): {32: S(64, 64, 4, 2, 6), 64: S(128, 64, 4, 3, 3), 128: S(128, 64, 8, 2, 2), 256: S(128, 64, 8, 2, 1)},
+    ("forward", "hopper"): {
+        32: S(64, 64, 4, 2, 6),
+        64: L(128, 64, 4, 3, 3),
+        128: S(128, 64, 8, 2, 2),
+        256: S(128, 64, 8, 2, 1),
+    },
     ("forward", "blackwell"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 64, 8), 256: C(128, 32, 8)},
     ("forward", "cdna"): {32: C(128, 64), 64: C(128, 64), 128: C(128, 32), 256: C(64, 32)},
     ("forward", "rdna"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1), 128: C(64, 16, 8, 1), 256: C(32, 16, 8, 1)},
@@ -81,7 +92,12 @@ HALF = {
     ("dkdv", "turing"): {32: C(32, 32, 8, 1), 64: C(32, 32, 8, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
     ("dkdv", "ampere"): {32: H(32, 128), 64: H(32, 64, 4, 4), 128: H(16, 128, 8), 256: C(32, 32, 8, 1)},
     ("dkdv", "ada"): {32: H(32, 128), 64: H(32, 64, 4, 3), 128: H(16, 128, 8), 256: C(16, 32, 8, 1)},
-    ("dkdv", "hopper"): {32: S(64, 64, 4, 2, 4), 64: S(64, 64, 4, 3, 3), 128: S(32, 64, 4, 3, 2), 256: S(32, 64, 8, 2, 1)},
+    ("dkdv", "hopper"): {
+        32: L(64, 64, 4, 2, 4),
+        64: L(64, 64, 4, 3, 3),
+        128: S(32, 64, 4, 3, 2),
+        256: S(32, 64, 8, 2, 1),
+    },
     ("dkdv", "blackwell"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(64, 64, 8, 1), 256: C(32, 32, 8, 1)},
     ("dkdv", "cdna"): {32: C(64, 32), 64: C(32, 32), 128: C(32, 32), 256: C(16, 32)},
     ("dkdv", "rdna"): {32: C(16, 64, 4, 1), 64: C(16, 16, 4, 1), 128: C(16, 32, 8, 1), 256: C(16, 16, 8, 1)},
@@ -113,6 +129,9 @@ SPECIAL = {
     ("forward", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
     ("dkdv", "hopper", "slopes"): {64: S(32, 64, 4, 3, 3)},
     ("dq", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
+    ("forward", "hopper", "capped"): {64: S(64, 64, 4, 2, 5)},
+    ("dkdv", "hopper", "capped"): {64: S(32, 64, 4, 3, 4)},
+    ("dq", "hopper", "capped"): {64: S(64, 64, 4, 2, 4)},
     ("forward", "hopper", "terms"): {64: C(64, 64)},
     ("dkdv", "hopper", "terms"): {64: S(32, 64, 4, 3, 3)},
     ("dq", "hopper", "terms"): {64: S(64, 64, 4, 3, 3)},
@@ -149,9 +168,10 @@ HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forw
 SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), tiles in SPECIAL.items() if row == "ada"})
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and no sinks;
 # grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. slopes: ALiBi. dropout: with random
-# numbers. terms: softcap, the caller's score or mask. matrix: a bias or mask that is read element by element. ieee, tf32: fp32,
-# by how it is multiplied.
-KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "terms", "matrix", "ieee", "tf32")
+# numbers. capped: a softcap on bare products. terms: one beside others, the caller's score or mask. matrix: a bias or mask that
+# is read element by element. ieee, tf32: fp32, by how it is multiplied.
+KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "capped", "terms", "matrix", "ieee", "tf32")
+WIDER = {"capped": "terms"}  # whose entries a kind takes where it has none
 SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32")  # the kinds that take what tune.use gives
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
@@ -210,20 +230,21 @@ def candidates(kernel: str, target: str, D: int, itemsize: int, M: int, N: int, 
 
 def _first(kernel: str, row: str, D: int, itemsize: int, kind: str) -> Config:
     """The table's entry."""
-    special = SPECIAL.get((kernel, row, kind), {}).get(D)
+    own, wider = (SPECIAL.get((kernel, row, x), {}) for x in (kind, WIDER.get(kind, kind)))
+    special = own.get(D, wider.get(D))
     if special is not None:
         return special
     first = HALF[kernel, row][D]
     for _ in range((itemsize // 2).bit_length() - 1):
-        first = _smaller(first)._replace(HELD=False, ONE_LOOP=False, programs=0)
+        first = _smaller(first)._replace(HELD=False, ONE_LOOP=False, programs=0, LEAN=False)
     return first
 
 
 def _smaller(config: Config) -> Config:
     """Half the larger side of the tile; at the end of that, one stage."""
-    m, n, warps, stages, *rest = config
-    if stages > 1 and max(m, n) <= 32:
-        return Config(m, n, warps, 1, *rest)
+    m, n = config.BLOCK_M, config.BLOCK_N
+    if config.num_stages > 1 and max(m, n) <= 32:
+        return config._replace(num_stages=1)
     if max(m, n) > 16:
-        return Config(m // 2 if m >= n else m, n if m >= n else n // 2, warps, stages, *rest)
+        return config._replace(BLOCK_M=m // 2) if m >= n else config._replace(BLOCK_N=n // 2)
     return SMALLEST

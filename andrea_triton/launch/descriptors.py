@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton.kernels.views import View
 from andrea_triton.launch.configs import Config, family
+from andrea_triton.memory import Memory
 from andrea_triton.problem import Problem
 
 # Which side of the tile a kernel's argument is cut along.
@@ -84,13 +85,16 @@ class Box(NamedTuple):
 
     Args:
         place: of its tensor's address among the addresses of a call.
-        position: among the arguments of the kernel.
-        shape, strides, padding, round_f32_to_tf32: as Triton's launcher reads them.
-        base: an Address, in the one call that it is for.
+        how: what Triton's compiler says of the descriptor: element type, box, swizzle.
+        maps: what Triton encoded of it for the copy engine, by address: with the rest of a Box that is all that a map holds, so
+            another tensor at the same address, which has another Box or the same map, cannot be taken for this one.
+        shape, strides, padding, round_f32_to_tf32: as Triton reads them.
+        base: an Address, while the map is made.
     """
 
     place: int
-    position: int
+    how: Any
+    maps: Memory
     shape: list[int]
     strides: list[int]
     padding: str
@@ -98,15 +102,33 @@ class Box(NamedTuple):
     base: Address = Address(0)
 
 
-def box_of(descriptor: TensorDescriptor, place: int, position: int) -> Box:
+def box_of(descriptor: TensorDescriptor, place: int, how: Any) -> Box:
     """What lasts of a descriptor."""
     tf32 = getattr(descriptor, "round_f32_to_tf32", False)
-    return Box(place, position, descriptor.shape, descriptor.strides, descriptor.padding, tf32)
+    return Box(place, how, Memory(), descriptor.shape, descriptor.strides, descriptor.padding, tf32)
 
 
-def with_boxes(arguments: tuple[Any, ...], boxes: tuple[Box, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
-    """The arguments with a descriptor, of this call's address, in the place of each box."""
-    filled = list(arguments)
-    for box in boxes:
-        filled[box.position] = box._replace(base=Address(addresses[box.place]))
-    return tuple(filled)
+def tensor_map(box: Box, address: int) -> Any:
+    """The map of a tensor at an address, as the driver encodes it: made once, for that takes longer than the start of a kernel."""
+    return box.maps.get(address) or box.maps.keep(address, _encoded(box._replace(base=Address(address))))
+
+
+def _encoded(box: Box) -> Any:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    more = make_tensordesc_arg.__code__.co_argcount - 2  # which are for kinds of kernels that are none of ours
+    return make_tensordesc_arg(box, box.how, *(None,) * more)[0]
+
+
+def take_over(kernel: Any) -> list[Any]:
+    """Of a compiled kernel that is not loaded yet: let its launcher take descriptors encoded, each with its sizes and strides after
+    it, rather than encode them at every start. Returns `how` of each descriptor's Box."""
+    hows = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+    if hows:
+        types: list[str] = []
+        for kind in kernel.src.signature.values():
+            rank = kind.partition("[")[2].count(",") + 1
+            types += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank] if kind.startswith("tensordesc") else [kind]
+        kernel.src = kernel.src._replace(signature=dict(enumerate(types)))
+        kernel.metadata = kernel.metadata._replace(tensordesc_meta=None)
+    return hows

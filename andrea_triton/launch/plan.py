@@ -4,6 +4,7 @@ them; nothing here does either."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from andrea_triton.kernels.tile import Attention
 from andrea_triton.kernels.views import PAD, Matrix, Sizes, View
 from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.descriptors import described, with_descriptors
-from andrea_triton.problem import Problem, accumulator
+from andrea_triton.problem import Problem
 
 MAX_HEAD_DIM = 256
 MAX_BLOCKS = 65535  # of grid axis 1
+LARGEST_CAP = 2.0**126  # of which the reciprocal is a normal fp32 number, and log2(e) times which is finite
 WIDE_STRIDE = 2**31 // PAD.value  # strides from here on overflow int32 within a tile
 
 
@@ -44,12 +46,13 @@ class Launch:
 
 
 class Saved(NamedTuple):
-    """What the forward keeps for the backward beside its inputs: the output and, per query, lse, pivot and sum [B,HQ,M]."""
+    """What the forward keeps for the backward beside its inputs: the output and, per query, lse, pivot and sum [B,HQ,M]; the last
+    two are None where no backward follows."""
 
     out: Tensor
     lse: Tensor
-    row_max: Tensor
-    row_sum: Tensor
+    row_max: Tensor | None
+    row_sum: Tensor | None
 
 
 class Grads(NamedTuple):
@@ -94,15 +97,16 @@ def terms(problem: Problem) -> Terms:
     """The parts of a logit that a problem has."""
     extras, cap = problem.extras, problem.spec.softcap
     score, mask, bias, keep = extras.score, extras.mask, extras.bias, extras.keep
-    slopes = None if extras.slopes is None else extras.slopes.to(accumulator(problem.dtype)).contiguous()
+    slopes = extras.slopes
     return Terms(
-        cap=None if cap is None else number(cap, problem),
+        cap=None if cap is None else number(min(cap, LARGEST_CAP), problem),
         score=None if score is None else score.fn,
         score_grad=None if score is None or score.grad == 1 else score.grad,
         score_args=() if score is None else _user_args(score.args, problem),
         slopes=slopes,
+        slopes_stride=None if slopes is None else _stride(slopes.stride(0)),
         bias=None if bias is None else matrix(bias),
-        keep=None if keep is None else matrix(keep.view(torch.uint8)),
+        keep=None if keep is None else matrix(keep if keep.dtype == torch.uint8 else keep.view(torch.uint8)),
         mask=None if mask is None else mask.fn,
         mask_args=() if mask is None else _user_args(mask.args, problem),
     )
@@ -118,17 +122,18 @@ def dropout(problem: Problem) -> Dropout | None:
     seed: Any = problem.extras.seed
     if p == 0.0 or seed is None:
         return None
-    return Dropout(np.int64(seed) if isinstance(seed, int) else seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
+    return Dropout(np.int64(seed) if type(seed) is int else seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
 
 
-def attention(problem: Problem, precision: str) -> Attention:
+def attention(problem: Problem, precision: str, target: str) -> Attention:
     """What every launch of a problem has in common. precision is how fp32 is multiplied: ieee or tf32."""
     if not (1 <= problem.D <= MAX_HEAD_DIM and 1 <= problem.DV <= MAX_HEAD_DIM):
         reason = f"their tiles hold 1 to {MAX_HEAD_DIM}; use more heads of fewer features, or backend='torch', which takes any"
         raise UnsupportedError(f"head dims {problem.D} (q, k) and {problem.DV} (v)", "the kernels", reason)
     extras, parts = problem.extras, terms(problem)
-    made = (parts.cap, parts.score, parts.slopes, parts.bias, parts.keep, parts.mask)
-    plain = problem.dtype.itemsize == 2 and problem.scale > 0 and all(x is None for x in made)
+    made, cap = (parts.score, parts.slopes, parts.bias, parts.keep, parts.mask), problem.spec.softcap
+    scaled = problem.scale if cap is None else min(cap, LARGEST_CAP)
+    bare = problem.dtype.itemsize == 2 and scaled > 0 and all(x is None for x in made)
     sizes = Sizes(
         problem.M,
         problem.N,
@@ -146,14 +151,22 @@ def attention(problem: Problem, precision: str) -> Attention:
         terms=parts,
         dropout=dropout(problem),
         scale=number(problem.scale, problem),
-        scale_log2=number(problem.scale * math.log2(math.e), problem),
+        scale_log2=number((scaled if bare else problem.scale) * math.log2(math.e), problem),
         D=constant(problem.D),
         DV=constant(problem.DV),
         acc=FP64 if problem.dtype == torch.float64 else FP32,
         precision=constant(precision if problem.dtype == torch.float32 else "ieee"),
-        exact=constant(not plain),
+        exact=constant(not bare),
         rounded=constant(problem.spec.precise and problem.dtype.itemsize == 2),
+        tanh=constant(tanh(problem, target)),
     )
+
+
+def tanh(problem: Problem, target: str) -> str:
+    """How a softcap's tanh is made: as exactly as the dtype can show it."""
+    if problem.dtype.itemsize > 2:
+        return "fraction"
+    return "instruction" if problem.dtype == torch.bfloat16 and target.startswith("sm_") else "exp2"
 
 
 def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, target: str, **constexprs: int) -> Launch:
@@ -173,7 +186,8 @@ def kind(problem: Problem, precision: str) -> str:
     if extras.bias is not None or extras.keep is not None:
         return "matrix"
     if problem.spec.softcap is not None or extras.score is not None or extras.mask is not None:
-        return "terms"
+        others = (extras.score, extras.mask, extras.slopes, problem.spec.dropout_p or None)
+        return "capped" if problem.dtype.itemsize == 2 and all(x is None for x in others) else "terms"
     if problem.spec.dropout_p:
         return "dropout"
     if extras.slopes is not None:
@@ -232,7 +246,7 @@ def forward_plan(q: Tensor, k: Tensor, v: Tensor, saved: Saved, problem: Problem
     """The launches that fill `saved`."""
     views = [view(t, problem.packed) for t in (q, k, v, saved.out)]
     totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
-    args = (*views, totals, problem.extras.sinks, attention(problem, precision))
+    args = (*views, totals, problem.extras.sinks, attention(problem, precision, target))
     return [launch("forward", forward.forward, args, problem, target)]
 
 
@@ -248,7 +262,7 @@ def decode_plan(
     lse: Tensor, split_size: int, problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill out and lse over a cache; parts [parts, ...] hold the attention over each part of the keys."""
-    common = attention(problem, precision)
+    common = attention(problem, precision, target)
     common = common._replace(sizes=common.sizes._replace(q_start=None))
     if tree is not None:
         common = common._replace(terms=common.terms._replace(tree=matrix(tree.view(torch.uint8))), exact=constant(True))
@@ -274,7 +288,7 @@ def statistics_plan(
     q: Tensor, k: Tensor, lse: Tensor, top: Tensor, entropy: Tensor, problem: Problem, target: str, precision: str
 ) -> list[Launch]:
     """The launches that fill top and entropy [B,HQ,M]."""
-    args = (view(q, problem.packed), view(k, problem.packed), lse, top, entropy, attention(problem, precision))
+    args = (view(q, problem.packed), view(k, problem.packed), lse, top, entropy, attention(problem, precision, target))
     return [launch("statistics", statistics.statistics, args, problem, target)]
 
 
@@ -286,11 +300,11 @@ def row_blocks(problem: Problem) -> int:
 
 
 def backward_plan(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, rows: Tensor, grads: Grads,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, saved: Saved, rows: Sequence[Tensor], grads: Grads,
     problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
-    """The launches that fill `grads`. rows [3,B,HQ,row_blocks PAD] is room for the per-query numbers."""
-    common = attention(problem, precision)
+    """The launches that fill `grads`. rows, three of [B,HQ,row_blocks PAD], is room for the per-query numbers."""
+    common = attention(problem, precision, target)
     qv, kv, vv, ov, dov = [view(t, problem.packed) for t in (q, k, v, saved.out, dout)]
     totals = forward.Totals(saved.lse, saved.row_max, saved.row_sum)
     folded = not common.exact.value and problem.dtype.itemsize == 2

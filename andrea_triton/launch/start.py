@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from andrea_triton import target as targets
 from andrea_triton.errors import FitError
 from andrea_triton.launch import compile as compiler
-from andrea_triton.launch.descriptors import Box, box_of, with_boxes
+from andrea_triton.launch.descriptors import Box, box_of, take_over, tensor_map
 from andrea_triton.launch.faults import explained
 from andrea_triton.launch.plan import Launch, tiled
 from andrea_triton.problem import Problem
@@ -22,11 +23,28 @@ from andrea_triton.problem import Problem
 _kernels: dict[Any, Any] = {}
 
 
+class Short(NamedTuple):
+    """The C function in which Triton's launcher ends, with what the launcher hands to it between the stream and the kernel's own
+    arguments where no hooks are set. To find it anew at every start takes as long as the start.
+
+    Args:
+        function: takes grid, stream, between, and the arguments: one after the other (spread), or as one tuple.
+        between: the same at every start.
+        spread: how the arguments come.
+    """
+
+    function: Callable[..., Any]
+    between: tuple[Any, ...]
+    spread: bool
+
+
 class Start(NamedTuple):
-    """One kernel start. Its arguments are `pick(addresses + numbers)`, addresses being those of a call's tensors in their order.
+    """One kernel start. Its arguments are `pick(addresses + maps + numbers)`, addresses being those of a call's tensors in their
+    order, maps those of its descriptors.
 
     Args:
         kernel: compiled, and loaded on the device.
+        short: the way to start it.
         grid: programs along each axis.
         pick: brings addresses and numbers in the order of the kernel's parameters.
         numbers: the arguments that are the same in every such call.
@@ -35,11 +53,29 @@ class Start(NamedTuple):
     """
 
     kernel: Any
+    short: Short | None
     grid: tuple[int, int, int]
     pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     numbers: tuple[Any, ...]
     lasting: bool
     boxes: tuple[Box, ...] = ()
+
+
+def short(kernel: Any) -> Short | None:
+    """The Short of a loaded kernel, found by letting its launcher show what it would hand on. None where there is more to a start
+    than handing on: scratch memory to allocate, or a launcher of another build."""
+    launcher = kernel.run
+    scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if scratch != [0, 0] or not hasattr(launcher, "launch"):
+        return None
+    shown: list[tuple[Any, ...]] = []
+    showing, mark = copy.copy(launcher), object()
+    showing.launch = lambda *args: shown.append(args)
+    showing(1, 2, 3, 4, kernel.function, kernel.packed_metadata, None, None, None, mark)
+    (start,) = shown
+    if start[:4] != (1, 2, 3, 4) or start[-1] not in (mark, (mark,)):
+        return None
+    return Short(launcher.launch, start[4:-1], start[-1] is mark)
 
 
 def ready(launch: Launch, problem: Problem, places: Mapping[int, int]) -> Start:
@@ -55,20 +91,28 @@ def ready(launch: Launch, problem: Problem, places: Mapping[int, int]) -> Start:
         with compiler.language:  # of threads that want the same kernel one compiles it, and warns
             if key not in _kernels:
                 _kernels[key] = _first_that_fits(launch, problem)
-    config, kernel = _kernels[key]
+    config, kernel, way, hows = _kernels[key]
     chosen = launch if config == launch.config else tiled(launch, problem, config)
     order: list[int] = []
     numbers: list[Any] = []
     boxes: list[Box] = []
+
+    def number(value: Any) -> None:
+        order.append(len(places) + len(hows) + len(numbers))
+        numbers.append(_plain(value))
+
     for value in compiler.flatten(chosen.args):
         if isinstance(value, TensorDescriptor):
-            boxes.append(box_of(value, places[id(value.base)], len(order)))
-            value = 0
-        order.append(places.get(id(value), len(places) + len(numbers)))
-        if id(value) not in places:
-            numbers.append(_plain(value))
+            order.append(len(places) + len(boxes))
+            boxes.append(box_of(value, places[id(value.base)], hows[len(boxes)]))
+            for size in (*value.shape, *value.strides):
+                number(size)
+        elif id(value) in places:
+            order.append(places[id(value)])
+        else:
+            number(value)
     lasting = all(type(x) in (int, float) for x in numbers)
-    return Start(kernel, (*chosen.grid, 1), operator.itemgetter(*order), tuple(numbers), lasting, tuple(boxes))
+    return Start(kernel, way, (*chosen.grid, 1), operator.itemgetter(*order), tuple(numbers), lasting, tuple(boxes))
 
 
 def _plain(value: Any) -> Any:
@@ -83,21 +127,24 @@ def go(starts: Sequence[Start], addresses: tuple[int, ...], problem: Problem) ->
         UnsupportedError: the installed Triton's launcher is not one that this works with.
     """
     try:
-        _go(starts, addresses, problem)
+        with targets.current(problem.device):
+            stream, (enter, leave) = targets.stream(problem.device), _hooks()
+            watched = enter is not None or leave is not None
+            for kernel, way, grid, pick, numbers, _, boxes in starts:
+                if boxes:
+                    arguments = pick((*addresses, *[tensor_map(box, addresses[box.place]) for box in boxes], *numbers))
+                else:
+                    arguments = pick(addresses + numbers)
+                if way is None or watched:
+                    metadata = kernel.launch_metadata(grid, stream, *arguments) if watched else None
+                    kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
+                elif way.spread:
+                    way.function(*grid, stream, *way.between, *arguments)
+                else:
+                    way.function(*grid, stream, *way.between, arguments)
     except (AttributeError, TypeError) as error:
         targets.blame_triton(error)
         raise
-
-
-def _go(starts: Sequence[Start], addresses: tuple[int, ...], problem: Problem) -> None:
-    with targets.current(problem.device):
-        stream, hooks = targets.stream(problem.device), _hooks()
-        for kernel, grid, pick, numbers, _, boxes in starts:
-            arguments = pick(addresses + numbers)
-            if boxes:
-                arguments = with_boxes(arguments, boxes, addresses)
-            metadata = kernel.launch_metadata(grid, stream, *arguments) if hooks[0] or hooks[1] else None
-            kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, *hooks, *arguments)
 
 
 def _hooks() -> tuple[Any, Any]:
@@ -107,11 +154,12 @@ def _hooks() -> tuple[Any, Any]:
     return enter if getattr(enter, "calls", enter) else None, leave if getattr(leave, "calls", leave) else None
 
 
-def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any]:
+def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any, Short | None, list[Any]]:
     with explained(f"{launch.name} cannot be started on {problem.device}"):
         target, reason = targets.gpu_target(), ""
     for config in launch.configs:
         kernel = compiler.compiled(tiled(launch, problem, config), target)
+        hows = take_over(kernel)
         try:
             with explained(f"{launch.name} cannot be loaded on {target.arch}"):
                 kernel._init_handles()
@@ -121,7 +169,7 @@ def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any]:
         if reason:
             found = f"{launch.name}: {launch.config} does not fit this card ({reason}); it runs with {config}, more slowly"
             warnings.warn(found, RuntimeWarning, stacklevel=2)
-        return config, kernel
+        return config, kernel, short(kernel), hows
     raise FitError(
         f"no tiling of {launch.name} fits {target.arch} for head dims {problem.D}, {problem.DV} ({reason}); use backend='torch'"
     )

@@ -80,6 +80,11 @@ def _exp2(x: Array) -> Array:
     return values.flushed(np.exp2(values.flushed(x)))
 
 
+def _tanh(x: Array) -> Array:
+    """To the relative error of 2^-11 that the manual allows, all of it on one side: the last 12 bits of the fraction are 0."""
+    return (np.tanh(x).view(np.uint32) & np.uint32(0xFFFFF000)).view(np.float32)
+
+
 def _fused_flushed(x: Array, y: Array, z: Array) -> Array:
     return values.flushed(values.fused(*(values.flushed(part) for part in (x, y, z))))
 
@@ -122,6 +127,8 @@ OPERATIONS: dict[str, Operation] = {
     **_compare("setp.eq.b32 setp.eq.f32", np.equal),
     **_compare("setp.ne.b32 setp.ne.b64 setp.neu.f32", np.not_equal),
     **_same("ex2.approx.ftz.f32", 1, _exp2),
+    **_same("rsqrt.approx.ftz.f32", 1, lambda x: 1 / np.sqrt(values.flushed(x))),
+    **_same("tanh.approx.f32", 1, _tanh),
     **_convert("cvt.s64.s32"),
     **_convert("cvt.u64.u32"),
     **_convert("cvt.u32.u64"),

@@ -72,7 +72,7 @@ SOURCE: dict[str, Planted] = {
     "scale forgotten, dk": Planted(backward.dkdv, "dk * attention.scale", "dk"),
     "scale forgotten, dq": Planted(backward.dq, "acc * attention.scale", "acc"),
     "dlse forgotten": Planted(backward.delta, "if dlse is not None:", "if False:"),
-    "derivative of the softcap": Planted(scores.product_grad, "1 - t * t", "1 - t", TERMS),
+    "derivative of the softcap": Planted(scores.cap_slope, "1 - t * t", "1 - t", TERMS),
     "dropout by another position": Planted(dropout.kept, "(q_pos + zero)", "(k_pos + zero)", TERMS),
     "dropout of gradients forgotten": Planted(
         backward.over_queries, "dpt = drop(dpt, q_pos, k_pos, b, h, attention)", "pass", TERMS

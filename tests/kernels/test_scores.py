@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andrea_triton.kernels.scores import Terms, logits, product_grad
+from andrea_triton.kernels.scores import Terms, cap_slope, logits, score_grad
 from andrea_triton.kernels.views import Seq
 from andrea_triton.launch.plan import matrix
 from andrea_triton.testing import assert_accurate
@@ -17,7 +17,6 @@ from andrea_triton.testing import assert_accurate
 Interpreted = Callable[..., None]
 M, N, Q_START, H, B = 5, 12, 3, 2, 2
 ROWS, COLS = 8, 16
-KEEP = torch.ones(B, H, M, N, dtype=torch.uint8)
 
 
 @triton.jit
@@ -46,27 +45,30 @@ def same_document(b, h, q_pos, k_pos, documents):
 
 
 @triton.jit
-def store_logits(s, out, capped_out, terms, b, h, M, N, q_start, heads, ROWS: tl.constexpr, COLS: tl.constexpr):
+def store_logits(s, out, capped_out, terms, b, h, M, N, q_start, ROWS: tl.constexpr, COLS: tl.constexpr):
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     q_pos, k_pos = q_start + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     seq = Seq(M, N, q_start, b, 0, 0, 0)
-    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, seq, heads, terms, False)
+    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, seq, terms, "fraction")
     tl.store(out + at, x + tl.zeros([ROWS, COLS], tl.float32))
     tl.store(capped_out + at, capped)
 
 
 @triton.jit
-def store_grad(ds, capped, out, terms, M, N, ROWS: tl.constexpr, COLS: tl.constexpr, CHECK: tl.constexpr):
+def store_grad(ds, capped, out, terms, M, N, EXACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     q_pos, k_pos = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     seq = Seq(M, N, 0, 0, 0, 0, 0)
-    tl.store(out + at, product_grad(tl.load(ds + at), tl.load(capped + at), 0, 0, q_pos, k_pos, seq, terms, CHECK))
+    d, x = tl.load(ds + at), tl.load(capped + at)
+    if terms.cap is not None:
+        d *= cap_slope(x, terms, EXACT)
+    tl.store(out + at, score_grad(d, x, 0, 0, q_pos, k_pos, seq, terms))
 
 
 def run(terms: Terms, s: Tensor, interpreted: Interpreted, b: int = 1, h: int = 1) -> tuple[Tensor, Tensor]:
     """(logits, capped) of the rows and keys that exist."""
     out, capped = torch.empty_like(s), torch.empty_like(s)
-    interpreted(store_logits, s, out, capped, terms, b, h, M, N, Q_START, H, ROWS=ROWS, COLS=COLS)
+    interpreted(store_logits, s, out, capped, terms, b, h, M, N, Q_START, ROWS=ROWS, COLS=COLS)
     return out[:M, :N], capped[:M, :N]
 
 
@@ -91,9 +93,10 @@ def test_softcap(s: Tensor, interpreted: Interpreted) -> None:
     assert torch.equal(out, capped)
 
 
-def test_alibi_takes_the_slope_of_its_batch_and_head(s: Tensor, interpreted: Interpreted) -> None:
-    slopes, (q_pos, k_pos) = torch.rand(B, H), positions()
-    out, _ = run(Terms(slopes=slopes), s, interpreted, b=1, h=0)
+@pytest.mark.parametrize("slopes", [torch.rand(B, H), torch.rand(H).expand(B, H), torch.rand(B, 2 * H)[:, :H]])
+def test_alibi_takes_the_slope_of_its_batch_and_head(slopes: Tensor, s: Tensor, interpreted: Interpreted) -> None:
+    q_pos, k_pos = positions()
+    out, _ = run(Terms(slopes=slopes, slopes_stride=slopes.stride(0)), s, interpreted, b=1, h=0)
     assert torch.equal(out, s[:M, :N] - slopes[1, 0] * (q_pos - k_pos).abs())
 
 
@@ -119,7 +122,7 @@ def test_the_order_of_the_terms(s: Tensor, interpreted: Interpreted) -> None:
     """Cap, the user's score, slopes, bias, masks."""
     slopes, table, bias = torch.rand(B, H), torch.randn(12), torch.randn(B, H, M, N)
     keep = torch.rand(B, H, M, N) > 0.4
-    terms = Terms(3.0, far, None, (table, 0.5), slopes, matrix(bias), matrix(keep.to(torch.uint8)))
+    terms = Terms(3.0, far, None, (table, 0.5), slopes, H, matrix(bias), matrix(keep.to(torch.uint8)))
     out, capped = run(terms, s, interpreted)
 
     def formula(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,34 +142,34 @@ def test_user_functions_get_positions_inside_the_sequence(s: Tensor, interpreted
     table = buffer[14:26].copy_(torch.zeros(12))
     out, capped = torch.empty_like(s), torch.empty_like(s)
     terms: Any = Terms(score=far, score_args=(table, 1.0))
-    interpreted(store_logits, s, out, capped, terms, 0, 0, M, N, Q_START, H, ROWS=ROWS, COLS=COLS)
+    interpreted(store_logits, s, out, capped, terms, 0, 0, M, N, Q_START, ROWS=ROWS, COLS=COLS)
     assert torch.equal(out, s)
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(("cap", "exact"), [(None, True), (1.5, True), (1.5, False)])
 @pytest.mark.parametrize("score", [None, bent])
-def test_product_grad_is_the_derivative(score: Any, cap: float | None, check: bool, s: Tensor, interpreted: Interpreted) -> None:
+def test_the_way_back_is_the_derivative(score: Any, cap: float | None, exact: bool, s: Tensor, interpreted: Interpreted) -> None:
     def chain(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
-        capped = x if cap is None else cap * torch.tanh(x / cap)
+        capped = x if cap is None else (cap if exact else 1.0) * torch.tanh(x / (cap or 1.0))
         (grad,) = torch.autograd.grad(capped if score is None else capped * capped, x, ds.to(x))
         return grad, capped.detach()
 
     ds, out = torch.randn(ROWS, COLS), torch.empty(ROWS, COLS)
-    eager, exact = chain(s), chain(s.double())
+    eager, wide = chain(s), chain(s.double())
     terms = Terms(cap=cap, score=score, score_grad=None if score is None else bent_grad)
-    interpreted(store_grad, ds, eager[1], out, terms, ROWS, COLS, ROWS=ROWS, COLS=COLS, CHECK=check)
-    assert_accurate(out, eager[0], exact[0], torch.float32, "grad")
+    interpreted(store_grad, ds, eager[1], out, terms, ROWS, COLS, EXACT=exact, ROWS=ROWS, COLS=COLS)
+    slope = 1.0 if exact or cap is None else 1 / cap  # of x / cap, which whoever multiplies by the scale knows of
+    assert_accurate(out * slope, eager[0], wide[0], torch.float32, "grad")
 
 
 @pytest.mark.parametrize(
-    ("terms", "check"),
-    [(Terms(cap=1.0), True), (Terms(score=bent, score_grad=infinite_grad), False), (Terms(cap=1.0, keep=matrix(KEEP)), False),
-     (Terms(cap=1.0, bias=matrix(KEEP)), False), (Terms(cap=1.0, mask=same_document), False)],
-    ids=["cap, edge", "score", "cap, mask", "cap, bias", "cap, own mask"],
+    ("terms", "exact", "capped"),
+    [(Terms(score=bent, score_grad=infinite_grad), True, float("nan")), (Terms(cap=1.0), True, float("nan")),
+     (Terms(cap=1.0), False, float("nan")), (Terms(cap=1.0), False, float("-inf"))],
+    ids=["score", "cap, exact", "cap", "cap, hidden"],
 )  # fmt: skip
-def test_where_a_key_may_be_hidden_no_derivative_is_taken(terms: Terms, check: bool, interpreted: Interpreted) -> None:
-    ds, capped, out = torch.zeros(ROWS, COLS), torch.full((ROWS, COLS), float("nan")), torch.empty(ROWS, COLS)
-    interpreted(store_grad, ds, capped, out, terms, ROWS, COLS, ROWS=ROWS, COLS=COLS, CHECK=check)
+def test_where_a_key_is_hidden_nothing_flows(terms: Terms, exact: bool, capped: float, interpreted: Interpreted) -> None:
+    ds, x, out = torch.zeros(ROWS, COLS), torch.full((ROWS, COLS), capped), torch.empty(ROWS, COLS)
+    interpreted(store_grad, ds, x, out, terms, ROWS, COLS, EXACT=exact, ROWS=ROWS, COLS=COLS)
     assert (out == 0).all()

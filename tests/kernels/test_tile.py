@@ -53,7 +53,7 @@ def store_dropped(x, out, attention, q_start, ROWS: tl.constexpr, COLS: tl.const
 def attention(dtype: torch.dtype, extras: dict[str, Any] | None = None, **settings: Any) -> Any:
     """What the plan says of a call of two heads."""
     q, k = torch.zeros(2, 2, M, D, dtype=dtype), torch.zeros(2, 2, N, D, dtype=dtype)
-    return plan.attention(make_problem(q, k, k, make_spec(**settings), **(extras or {})), "ieee")
+    return plan.attention(make_problem(q, k, k, make_spec(**settings), **(extras or {})), "ieee", "interpreter")
 
 
 def logits(x: Tensor, y: Tensor, what: Any, interpreted: Interpreted, q_start: int, check: bool, transposed: bool,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from andrea_triton.launch.cards import CARDS, Card
+from andrea_triton.counting.cards import CARDS, Card
 from andrea_triton.launch.compile import compiled, gpu_target
 from andrea_triton.launch.configs import (
     DELTA,
@@ -95,7 +95,7 @@ def test_smaller_tilings_follow_to_the_smallest(target: str, itemsize: int) -> N
 def test_wider_elements_start_with_smaller_tiles(target: str) -> None:
     for kernel, D in itertools.product(KERNELS, HEAD_DIMS):
         half, single, double = (candidates(kernel, target, D, itemsize, 1000, 1000) for itemsize in (2, 4, 8))
-        bare = [config._replace(HELD=False, ONE_LOOP=False, programs=0) for config in half]
+        bare = [config._replace(HELD=False, ONE_LOOP=False, programs=0, LEAN=False) for config in half]
         assert bare.index(single[0]) == min(1, len(half) - 1) and bare.index(double[0]) == min(2, len(half) - 1)
 
 

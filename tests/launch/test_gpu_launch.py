@@ -3,6 +3,7 @@ arrives (stub_cuda.py). CPU tensors stand in for the device's; every call runs i
 
 import contextlib
 import json
+import math
 import struct
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import attention, target, testing, varlen_attention
+from andrea_triton.counting import launches, tune
 from andrea_triton.errors import CompileError
 from andrea_triton.launch import compile as compiler
-from andrea_triton.launch import plan, report, run, tune
+from andrea_triton.launch import plan, run
 from andrea_triton.launch.configs import Config, candidates
 from andrea_triton.launch.plan import Launch
 from andrea_triton.problem import Problem, make_problem
@@ -94,10 +96,11 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
     """CPU tensors count as ones of a device. Launches also go to `executed`; `small` tiles compile fastest."""
     execute, card = run.execute, "sm_{}{}".format(*stub_cuda.CAPABILITIES[index])
 
-    def execute_there(plan: Any, given: Any, made: Any, problem: Problem, backend: str, wishes: Any = ()) -> None:
-        launches = plan((*given, *made), wishes, problem, card, target.float32_precision())
-        executed.extend(wanted(launch) for launch in launches)
-        execute(plan, given, made, replace(problem, device=torch.device("cuda", index)), backend, wishes)
+    def execute_there(work: run.Work, given: Any, problem: Problem, backend: str, wishes: Any = ()) -> list[Any]:
+        made = execute(work, given, replace(problem, device=torch.device("cuda", index)), backend, wishes)
+        apart = run._apart(made, work.rooms(given, problem, wishes))
+        executed.extend(map(wanted, work.plan(given, apart, problem, wishes, card, target.float32_precision())))
+        return made
 
     def smallest(*args: Any) -> tuple[Config, ...]:
         return candidates(*args)[-1:]
@@ -154,7 +157,7 @@ def timed(log: Path, config: Config) -> tuple[tune.Trial, list[Start]]:
     log.unlink(missing_ok=True)
     q = torch.zeros(1, 2, 70, 32, dtype=FP16)
     problem = make_problem(q, q, q, make_spec(causal=True))
-    launch = report.planned(q, q, q, None, None, problem, "sm_80", "ieee")[0][0]
+    launch = launches.planned(q, q, q, None, None, problem, "sm_80", "ieee")[0][0]
 
     def once(start: Callable[[], None], return_mode: str) -> float:
         start()
@@ -164,6 +167,34 @@ def timed(log: Path, config: Config) -> tuple[tune.Trial, list[Start]]:
         patch.setattr(tune, "do_bench", once)
         trial = tune.timed(launch, replace(problem, device=torch.device("cuda", 0)), config)
     return trial, stub_cuda.starts(log)
+
+
+def at_one_address(log: Path, layouts: list[tuple[int, ...]]) -> tuple[Outcome, list[int]]:
+    """Forwards of one tensor's memory seen as (1, H, T, D) of other sizes (0, H, T, D), or (1, T, H, D) ones; after each, how many
+    tensor maps have been encoded."""
+    from triton.backends.nvidia import driver
+
+    log.unlink(missing_ok=True)
+    memory, executed, encoded, counts = torch.zeros(2**16, dtype=FP16), [], [], []
+    encode = driver.make_tensordesc_arg
+
+    class Counted:
+        """The function, with its number of arguments."""
+
+        __code__ = encode.__code__
+
+        def __call__(self, *args: Any) -> Any:
+            encoded.append(args)
+            return encode(*args)
+
+    with pytest.MonkeyPatch.context() as patch, on_device(4, False, executed):
+        patch.setattr(driver, "make_tensordesc_arg", Counted())
+        for swapped, *shape in layouts:
+            q = memory[: math.prod(shape)].view(1, *shape)
+            q = q.transpose(1, 2) if swapped else q
+            attention(q, q, q, causal=True, backend="triton")
+            counts.append(len(encoded))
+    return Outcome(stub_cuda.starts(log), executed, 0, []), counts
 
 
 Call = Callable[..., Any]
@@ -235,6 +266,14 @@ def test_descriptors_arrive_at_a_card_that_has_them(call: Call, dtype: torch.dty
     for made in (outcome, again):
         (start,) = made.starts
         assert [len(x) for x in start.parameters].count(128) == 3 and arrived(made) == made.wanted
+
+
+def test_what_is_encoded_of_an_address_is_for_the_tensor_that_is_there(call: Call) -> None:
+    """Once for each argument of each kind of tensor, and again for none."""
+    kinds = [(0, 2, 130, 64), (0, 4, 65, 64), (1, 130, 2, 64), (0, 2, 130, 32), (0, 2, 131, 64)]
+    outcome, encoded = call(kinds * 2, by=at_one_address)
+    assert arrived(outcome) == outcome.wanted
+    assert encoded == [3, 6, 9, 12, 15] + [15] * 5
 
 
 def test_tensors_that_no_descriptor_can_describe_take_pointers(call: Call) -> None:

@@ -117,7 +117,10 @@ def test_neither_length_nor_batch_chooses_a_tile(target: str) -> None:
         ({"causal": True}, {}, torch.float64, "plain"),
         ({"causal": True, "window": 9}, {"alibi": torch.zeros(2)}, torch.float16, "slopes"),
         ({"causal": True, "window": 9}, {"sinks": torch.zeros(2)}, torch.float16, "window"),
-        ({"window": 9, "softcap": 1.0}, {}, torch.float16, "terms"),
+        ({"window": 9, "softcap": 1.0}, {}, torch.float16, "capped"),
+        ({"softcap": 1.0}, {}, torch.float64, "terms"),
+        ({"softcap": 1.0}, {"alibi": torch.zeros(2)}, torch.float16, "terms"),
+        ({"softcap": 1.0, "dropout_p": 0.1}, {"seed": 1}, torch.float16, "terms"),
         ({}, {"score": Score(len)}, torch.float16, "terms"),
         ({}, {"mask": Mask(len)}, torch.float16, "terms"),
         ({"softcap": 1.0}, {"bias": torch.zeros(8, 8)}, torch.float16, "matrix"),
@@ -149,9 +152,11 @@ def test_tiled_changes_tile_and_grid_only() -> None:
         assert (other.args, other.configs, other.config) == (launch.args, launch.configs, Config(16, 16, 2, 1, True))
 
 
-def attention_of(dtype: torch.dtype = torch.float16, extras: dict[str, Any] | None = None, **settings: Any) -> Any:
+def attention_of(
+    dtype: torch.dtype = torch.float16, extras: dict[str, Any] | None = None, target: str = "sm_90", **settings: Any
+) -> Any:
     q = torch.zeros(1, 2, 8, 16, dtype=dtype)
-    return plan.attention(make_problem(q, q, q, make_spec(**settings), **(extras or {})), "tf32")
+    return plan.attention(make_problem(q, q, q, make_spec(**settings), **(extras or {})), "tf32", target)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +167,9 @@ def attention_of(dtype: torch.dtype = torch.float16, extras: dict[str, Any] | No
         ({}, {"sinks": torch.zeros(2)}, True),
         ({"scale": 0.0}, {}, False),
         ({"scale": -1.0}, {}, False),
-        ({"softcap": 1.0}, {}, False),
+        ({"softcap": 1.0}, {}, True),
+        ({"softcap": 1.0, "scale": -1.0}, {}, True),
+        ({"softcap": 1.0}, {"bias": torch.zeros(8, 8)}, False),
         ({}, {"bias": torch.zeros(8, 8)}, False),
         ({}, {"keep": torch.ones(8, 8, dtype=torch.bool)}, False),
         ({}, {"alibi": torch.zeros(2)}, False),
@@ -182,7 +189,9 @@ def test_types_of_sums_numbers_and_products(dtype: torch.dtype) -> None:
     kind = np.float64 if dtype == torch.float64 else float
     assert [type(x) for x in (what.scale, what.scale_log2, what.terms.cap)] == [kind] * 3
     assert what.precision.value == ("tf32" if dtype == torch.float32 else "ieee")
-    assert what.scale_log2 == pytest.approx(0.3 * np.log2(np.e), rel=1e-15)
+    of_a_cap = 2.0 if dtype.itemsize == 2 else 0.3  # which two-byte calls scale in the exponent, and others in the logit
+    assert what.scale_log2 == pytest.approx(of_a_cap * np.log2(np.e), rel=1e-15)
+    assert attention_of(dtype, scale=0.3).scale_log2 == pytest.approx(0.3 * np.log2(np.e), rel=1e-15)
     assert accumulator(dtype) == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -190,6 +199,21 @@ def test_types_of_sums_numbers_and_products(dtype: torch.dtype) -> None:
 def test_precise_is_for_half_precision(dtype: torch.dtype) -> None:
     assert attention_of(dtype, precise=True).rounded.value == (dtype.itemsize == 2)
     assert attention_of(dtype).rounded.value is False
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_largest_caps_have_finite_multiples_and_reciprocals(dtype: torch.dtype) -> None:
+    what = attention_of(dtype, softcap=3e38)
+    assert what.scale_log2 < torch.finfo(torch.float32).max and 1 / what.terms.cap >= torch.finfo(torch.float32).tiny
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target", "how"),
+    [(torch.bfloat16, "sm_80", "instruction"), (torch.bfloat16, "gfx942", "exp2"), (torch.bfloat16, "interpreter", "exp2"),
+     (torch.float16, "sm_90", "exp2"), (torch.float32, "sm_90", "fraction"), (torch.float64, "sm_90", "fraction")],
+)  # fmt: skip
+def test_how_tanh_is_made_follows_dtype_and_target(dtype: torch.dtype, target: str, how: str) -> None:
+    assert attention_of(dtype, target=target, softcap=2.0).tanh.value == how
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63)])

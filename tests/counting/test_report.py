@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from andrea_triton.counting import calls, report
+from andrea_triton.counting import launches as counting
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.launches import CompiledLaunch, compiled_launches
 from andrea_triton.errors import AndreaError, CompileError, DTypeError, ShapeError
-from andrea_triton.launch import report
-from andrea_triton.launch.cards import CARDS
 from andrea_triton.launch.configs import Config
-from andrea_triton.launch.report import CompiledLaunch, compiled_launches
 from andrea_triton.problem import make_problem
 from andrea_triton.reference import reference
 from andrea_triton.spec import make_spec
@@ -106,7 +107,7 @@ def planned(**extras: Any) -> list[str]:
     """Names of the launches of a call with more than q, k and v, which are not compiled."""
     q, k, v, dout, *_ = INPUTS
     problem = make_problem(q, k, v, make_spec(causal=True), **extras)
-    return [launch.name for launch, _ in report.planned(q, k, v, dout, None, problem, "sm_80", "ieee")]
+    return [launch.name for launch, _ in counting.planned(q, k, v, dout, None, problem, "sm_80", "ieee")]
 
 
 def test_gradients_of_bias_and_sinks_are_made_where_they_are_wanted() -> None:
@@ -119,7 +120,7 @@ def test_gradients_of_bias_and_sinks_are_made_where_they_are_wanted() -> None:
 def test_a_broadcast_bias_gets_a_gradient_of_its_own_shape() -> None:
     q, k, v, dout, *_ = INPUTS
     problem = make_problem(q, k, v, make_spec(), bias=torch.zeros(4, 1, 70, requires_grad=True))
-    *_, (launch, outputs) = report.planned(q, k, v, dout, None, problem, "sm_80", "ieee")
+    *_, (launch, outputs) = counting.planned(q, k, v, dout, None, problem, "sm_80", "ieee")
     assert launch.name == "dbias"
     assert outputs["dbias"].shape == (1, 4, 1, 70)
 
@@ -131,12 +132,12 @@ def test_fp32_is_multiplied_as_asked() -> None:
 
 
 def test_the_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "compile_launch", lambda launch, problem, target, outputs: (launch.name, target))
+    monkeypatch.setattr(counting, "compile_launch", lambda launch, problem, target, outputs: (launch.name, target))
     assert compiled_launches(INPUTS.q, INPUTS.k, INPUTS.v, target="gfx942") == [("forward", "gfx942")]
 
 
 def test_a_dropout_without_a_seed_draws_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "compile_launch", lambda launch, problem, target, outputs: problem.extras.seed)
+    monkeypatch.setattr(counting, "compile_launch", lambda launch, problem, target, outputs: problem.extras.seed)
     first, second = (compiled_launches(INPUTS.q, INPUTS.k, INPUTS.v, dropout_p=0.1)[0] for _ in range(2))
     assert isinstance(first, torch.Tensor) and first != second
 
@@ -145,7 +146,7 @@ def test_what_starts_no_program_is_left_out() -> None:
     empty, k, dout = INPUTS.q[:, :, :0], INPUTS.k, INPUTS.dout[:, :, :0]
     assert compiled_launches(empty, k, k) == []
     problem = make_problem(empty, k, k, make_spec())
-    assert [launch.name for launch, _ in report.planned(empty, k, k, dout, None, problem, "sm_80", "ieee")] == ["dkdv"]
+    assert [launch.name for launch, _ in counting.planned(empty, k, k, dout, None, problem, "sm_80", "ieee")] == ["dkdv"]
 
 
 WRONG: list[tuple[dict[str, Any], type[AndreaError], str]] = [
@@ -167,10 +168,10 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[AndreaError], me
 def forward_with(configs: tuple[Config, ...], limit: int, monkeypatch: pytest.MonkeyPatch) -> CompiledLaunch:
     """The forward for a card of `limit` bytes of shared memory."""
     card = dataclasses.replace(CARDS["sm_80"], shared_per_cta=limit)
-    monkeypatch.setattr(report, "CARDS", {"sm_80": card})
+    monkeypatch.setattr(counting, "CARDS", {"sm_80": card})
     problem = make_problem(INPUTS.q, INPUTS.k, INPUTS.v, make_spec(causal=True))
-    ((launch, outputs),) = report.planned(INPUTS.q, INPUTS.k, INPUTS.v, None, None, problem, "sm_80", "ieee")
-    return report.compile_launch(dataclasses.replace(launch, configs=configs), problem, "sm_80", outputs)
+    ((launch, outputs),) = counting.planned(INPUTS.q, INPUTS.k, INPUTS.v, None, None, problem, "sm_80", "ieee")
+    return counting.compile_launch(dataclasses.replace(launch, configs=configs), problem, "sm_80", outputs)
 
 
 def test_a_tiling_that_does_not_fit_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +219,7 @@ def test_what_does_not_compile_is_a_row_too(capsys: pytest.CaptureFixture[str], 
     def fail(*_: Any, **__: Any) -> None:
         raise CompileError("no such instruction\nand more")
 
-    monkeypatch.setattr(report, "compiled_launches", fail)
+    monkeypatch.setattr(calls, "compiled_launches", fail)
     assert report.main(["--target", "gfx942", "--d", "64", "--dtype", "bf16", "--variant", "window", "gqa"]) == 1
     _, window, gqa = capsys.readouterr().out.splitlines()
     assert window.split() == ["gfx942", "64", "bf16", "window", "-", "no", "such", "instruction"]
@@ -233,10 +234,10 @@ def test_json_has_null_where_there_is_no_number() -> None:
     assert json.loads(text)["full"]["overlap"] is None
 
 
-@pytest.mark.parametrize("variant", list(report.VARIANTS))
+@pytest.mark.parametrize("variant", list(calls.VARIANTS))
 def test_every_variant_is_a_call(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(report, "compile_launch", lambda launch, *_: seen.append(launch.name))
+    monkeypatch.setattr(counting, "compile_launch", lambda launch, *_: seen.append(launch.name))
     monkeypatch.setattr(report, "machine_code", lambda launch, target: None)
     with pytest.raises(AttributeError):
         report.count("sm_80", 64, "bf16", variant, 128)
@@ -286,7 +287,7 @@ def test_the_backward_at_home_shape(target: str, overlap: float, serial: float) 
 def test_the_forward_at_home_shape_on_sm_90() -> None:
     """By tensor descriptors and under a cap on registers, so three programs on a multiprocessor."""
     row = counted("sm_90", 64, "bf16", "causal", 1024)[0]
-    assert row.config == Config(128, 64, 4, 3, False, True, 3) and row.code is not None
+    assert row.config == Config(128, 64, 4, 3, False, True, 3, True) and row.code is not None
     assert (row.code.spill_loads, row.code.spill_stores) == (0, 0) and row.code.ctas_per_sm == 3
     full, _ = row.loops()
     assert full is not None and full.overlap_tflops >= 807 and full.serial_tflops >= 436

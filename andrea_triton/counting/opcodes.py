@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from andrea_triton.launch.assembly import Instruction
+from andrea_triton.counting.assembly import Instruction
 
 _NVIDIA_CLASSES = {
     "mma": "HMMA HGMMA UTCHMMA IMMA DMMA QGMMA UTCQMMA UTCOMMA",

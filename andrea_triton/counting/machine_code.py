@@ -24,12 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from andrea_triton.counting import opcodes
+from andrea_triton.counting.assembly import Instruction, Listing, Trip, main_loops, parse_amd, parse_nvidia
+from andrea_triton.counting.cards import Card
+from andrea_triton.counting.steps import Control, controls
 from andrea_triton.errors import CompileError
-from andrea_triton.launch import opcodes
-from andrea_triton.launch.assembly import Instruction, Listing, Trip, main_loops, parse_amd, parse_nvidia
-from andrea_triton.launch.cards import Card
 
 _INTEGER_LANES = 64
 _ISSUE = 4
@@ -146,7 +147,7 @@ def read(compiled: Compiled, card: Card, *, num_warps: int, tile: tuple[int, int
     if name != card.target:
         raise CompileError(f"compiled for {name}, read as {card.target}: give the card of {name}")
     if target.backend == "cuda":
-        listing, registers = disassemble(compiled.asm["cubin"])
+        listing, _, registers = disassemble(compiled.asm["cubin"])
         tensor = opcodes.tensor_shapes(compiled.asm["ptx"])
     else:
         text = compiled.asm["amdgcn"]
@@ -192,7 +193,7 @@ def ctas_per_sm(card: Card, *, registers: int, shared: int, num_warps: int, tmem
         The count; 0 if a single CTA does not fit.
 
     Example:
-        >>> from andrea_triton.launch.cards import CARDS
+        >>> from andrea_triton.counting.cards import CARDS
         >>> ctas_per_sm(CARDS["sm_80"], registers=255, shared=32768, num_warps=4)
         2
     """
@@ -209,8 +210,16 @@ def ctas_per_sm(card: Card, *, registers: int, shared: int, num_warps: int, tmem
     return min(limits)
 
 
-def disassemble(cubin: bytes) -> tuple[Listing, int]:
-    """The instructions of an NVIDIA binary, and its registers per thread.
+class Disassembly(NamedTuple):
+    """An NVIDIA binary: its instructions, the control bits of each, registers per thread."""
+
+    listing: Listing
+    controls: Sequence[Control]
+    registers: int
+
+
+def disassemble(cubin: bytes) -> Disassembly:
+    """What an NVIDIA binary says.
 
     Raises:
         CompileError: a tool is missing, or cannot read the binary.
@@ -218,9 +227,9 @@ def disassemble(cubin: bytes) -> tuple[Listing, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        listing = parse_nvidia(_run("nvdisasm", "-c", str(path)))
+        text = _run("nvdisasm", "-c", "-hex", str(path))
         registers = _number(r"\bREG:(\d+)", _run("cuobjdump", "--dump-resource-usage", str(path)))
-    return listing, registers
+    return Disassembly(parse_nvidia(text), controls(text), registers)
 
 
 def _run(tool: str, *arguments: str) -> str:

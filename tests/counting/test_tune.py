@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from andrea_triton.counting import launches, tune
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.tune import Setting, Trial, entries, search, use, visited
 from andrea_triton.errors import CompileError, FitError, ShapeError
-from andrea_triton.launch import report, run, tune
-from andrea_triton.launch.cards import CARDS
+from andrea_triton.launch import run
 from andrea_triton.launch.configs import TUNED, Config, candidates
-from andrea_triton.launch.tune import Setting, Trial, entries, search, use, visited
 
 TINY = [
     "--target", "sm_80", "--kernel", "forward", "--d", "16", "--dtype", "fp16", "--rows", "32", "--cols", "32", "--warps", "4",
@@ -61,7 +62,7 @@ def test_a_planted_table_changes_the_tile_that_is_taken_and_nothing_else(tmp_pat
     assert {key for key in before if before[key] != after[key]} == {("forward", "sm_80", 64, 2)}
     assert tile() == tile(D=40) == Config(64, 32, 8, 3)
     q = torch.zeros(1, 1, 64, 64, dtype=torch.float16)
-    assert report.compiled_launches(q, q, q, target="sm_80")[0].config == Config(64, 32, 8, 3)
+    assert launches.compiled_launches(q, q, q, target="sm_80")[0].config == Config(64, 32, 8, 3)
     use(None)
     assert {key: tile(*key) for key in before} == before and not TUNED
 
@@ -102,7 +103,7 @@ def test_a_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> None:
 def test_what_does_not_compile_or_fit_is_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {Config(32, 32): CompileError("no"), Config(64, 64): FitError("no"), Config(64, 32): FitError("no")}
 
-    def modelled(planned: report.Planned, problem: Any, setting: Setting, config: Config) -> Trial:
+    def modelled(planned: launches.Planned, problem: Any, setting: Setting, config: Config) -> Trial:
         if config in wrong:
             raise wrong[config]
         return Trial(config, float(config.BLOCK_M), good=config.BLOCK_N == 16)
@@ -114,7 +115,7 @@ def test_what_does_not_compile_or_fit_is_skipped_and_counted(monkeypatch: pytest
     assert list(found) == ["forward", "dq"] and len(ticks) == 2 * 6
     assert [t.config for t in found["forward"][:3]] == [Config(64, 16), Config(16, 32), OWN]
     (line, _) = entries(SETTING, found, {name: trials[2].config for name, trials in found.items()})
-    assert line["tile"] == [64, 16, 4, 2, False, False, 0] and line["skipped"] == {
+    assert line["tile"] == [64, 16, 4, 2, False, False, 0, False] and line["skipped"] == {
         "does not compile": 1,
         "does not fit the card": 2,
     }
@@ -122,7 +123,7 @@ def test_what_does_not_compile_or_fit_is_skipped_and_counted(monkeypatch: pytest
 
 def test_a_card_without_room_fits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"sm_80": type(CARDS["sm_80"])(**{**vars(CARDS["sm_80"]), "shared_per_cta": 16})}
-    monkeypatch.setattr(report, "CARDS", small)
+    monkeypatch.setattr(launches, "CARDS", small)
     found = search(SETTING, ["forward"], [Config(16, 16, 4, 1)], "model")
     assert {t.skipped for t in found["forward"]} == {"does not fit the card"}
     assert entries(SETTING, found, {"forward": OWN}) == []

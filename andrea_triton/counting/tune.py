@@ -1,8 +1,8 @@
 """Search for tilings, offline and on request, and take what was found: nothing here runs by itself.
 
-`python -m andrea_triton.launch.tune --out tiles.json` compiles many tilings of each kernel, ranks them by time on this GPU, or by
-the model of machine_code.py where there is none, and writes the best as a table. `tune.use("tiles.json")` makes later calls take
-them.
+`python -m andrea_triton.counting.tune --out tiles.json` compiles many tilings of each kernel, ranks them by time on this GPU, or
+by simulated clocks where there is none (by the counts of machine_code.py for cards that are not simulated), and writes the best
+as a table. `tune.use("tiles.json")` makes later calls take them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +28,14 @@ from triton.testing import do_bench
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import target as targets
+from andrea_triton.counting import calls, launches, report, simulate
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.clocks import CLOCKS
+from andrea_triton.counting.machine_code import Loop
 from andrea_triton.errors import CompileError, FitError, ShapeError
-from andrea_triton.launch import configs, report, run
-from andrea_triton.launch.cards import CARDS
+from andrea_triton.launch import configs, run
 from andrea_triton.launch.compile import flatten
 from andrea_triton.launch.configs import Config
-from andrea_triton.launch.machine_code import Loop
 from andrea_triton.launch.plan import Launch
 from andrea_triton.launch.start import go, ready
 from andrea_triton.problem import Problem, make_problem
@@ -51,7 +54,7 @@ class Setting(NamedTuple):
 
     target: str
     D: int
-    dtype: str  # a name in report.DTYPES
+    dtype: str  # a name in calls.DTYPES
     batch: int = 1
     heads: int = 12
     length: int = 1024
@@ -62,7 +65,7 @@ class Trial(NamedTuple):
 
     config: Config
     cost: float | None
-    good: bool = True  # by the model: no spill in a loop, warps enough to hide latency
+    good: bool = True  # no spill in a loop; where the card is not simulated, warps enough to hide latency
     skipped: str = ""
 
 
@@ -87,11 +90,15 @@ def cycles(loop: Loop, config: Config) -> float:
     return loop.serial * config.BLOCK_M * config.BLOCK_N if loop.serial == loop.serial else max(loop.cycles.values())
 
 
-def modelled(planned: report.Planned, problem: Problem, setting: Setting, config: Config) -> Trial:
-    """A tiling, ranked by its machine code."""
+def modelled(planned: launches.Planned, problem: Problem, setting: Setting, config: Config) -> Trial:
+    """A tiling, ranked by its machine code: by simulated clocks where the card is simulated, else by counts."""
     launch, outputs = planned
-    chosen = replace(launch, configs=(config,))
-    code = report.machine_code(report.compile_launch(chosen, problem, setting.target, outputs), setting.target)
+    made = launches.compile_launch(replace(launch, configs=(config,)), problem, setting.target, outputs)
+    code = calls.machine_code(made, setting.target)
+    if played := report.simulated(made, setting.target, "causal"):
+        card = CLOCKS[setting.target]
+        per_second = simulate.FLOPS[launch.name] * setting.D * card.sms * card.ghz / 1e3
+        return Trial(config, fmean(per_second / x for x in played), code.spills_in_loops == 0)
     count = report.Count(setting.target, setting.D, setting.dtype, "causal", launch.name, config, code)
     full, edge = count.loops()
     if full is None or edge is None:
@@ -129,12 +136,12 @@ def search(
         For each kernel its trials, best first, those that were skipped last.
     """
     device = torch.device("cuda" if rank == "time" else "cpu")
-    dtype = report.DTYPES[setting.dtype]
+    dtype = calls.DTYPES[setting.dtype]
     shape = (setting.batch, setting.heads, setting.length, setting.D)
     q, k, v, dout = (run.allocate(shape, dtype, device).normal_() for _ in range(4))
     problem = make_problem(q, k, v, make_spec(causal=True))
     precision = "tf32" if setting.dtype == "tf32" else "ieee"
-    plan = report.planned(q, k, v, dout, None, problem, setting.target, precision)
+    plan = launches.planned(q, k, v, dout, None, problem, setting.target, precision)
     found: dict[str, list[Trial]] = {}
     for planned in plan:
         launch = planned[0]
@@ -156,7 +163,7 @@ def rank_of(trial: Trial) -> tuple[bool, bool, float]:
     return trial.cost is None, not trial.good, trial.cost or 0.0
 
 
-def _tried(planned: report.Planned, problem: Problem, setting: Setting, config: Config, rank: str) -> Trial:
+def _tried(planned: launches.Planned, problem: Problem, setting: Setting, config: Config, rank: str) -> Trial:
     try:
         return timed(planned[0], problem, config) if rank == "time" else modelled(planned, problem, setting, config)
     except FitError:
@@ -182,7 +189,7 @@ def provenance(rank: str) -> dict[str, Any]:
 def own_tile(kernel: str, setting: Setting) -> Config:
     """What the library takes."""
     kind = {"fp32": "ieee", "tf32": "tf32", "fp64": "plain"}.get(setting.dtype, "causal")
-    itemsize = report.DTYPES[setting.dtype].itemsize
+    itemsize = calls.DTYPES[setting.dtype].itemsize
     return configs.candidates(kernel, setting.target, setting.D, itemsize, setting.length, setting.length, kind)[0]
 
 
@@ -195,7 +202,7 @@ def entries(setting: Setting, found: dict[str, list[Trial]], own: dict[str, Conf
             continue
         reasons = [t.skipped for t in trials if t.skipped]
         lines.append(
-            {"kernel": kernel, **setting._asdict(), "bytes": report.DTYPES[setting.dtype].itemsize, "tile": list(best.config),
+            {"kernel": kernel, **setting._asdict(), "bytes": calls.DTYPES[setting.dtype].itemsize, "tile": list(best.config),
              "cost": best.cost, "own": list(own[kernel]), "own_cost": next(t.cost for t in trials if t.config == own[kernel]),
              "tried": len(trials), "skipped": {reason: reasons.count(reason) for reason in sorted(set(reasons))}}
         )  # fmt: skip
@@ -208,7 +215,7 @@ def use(file: str | os.PathLike[str] | None) -> None:
     Kernels already captured in a CUDA graph stay as they are.
 
     Args:
-        file: what `python -m andrea_triton.launch.tune --out FILE` wrote; None goes back to the library's own tiles.
+        file: what `python -m andrea_triton.counting.tune --out FILE` wrote; None goes back to the library's own tiles.
 
     Raises:
         ShapeError: the file is no such table.
@@ -226,7 +233,7 @@ def use(file: str | os.PathLike[str] | None) -> None:
             table[x["kernel"], x["target"], configs.bucket(x["D"]), x["bytes"]] = _checked(x["kernel"], x["tile"])
     except (ValueError, KeyError, TypeError) as error:
         raise ShapeError(
-            f"{file} is no table of tiles ({error}); write one with python -m andrea_triton.launch.tune --out FILE"
+            f"{file} is no table of tiles ({error}); write one with python -m andrea_triton.counting.tune --out FILE"
         ) from error
     configs.TUNED.clear()
     configs.TUNED.update(table)
@@ -235,8 +242,8 @@ def use(file: str | os.PathLike[str] | None) -> None:
 
 def _checked(kernel: str, tile: Sequence[Any]) -> Config:
     config = Config(*tile)
-    rows, cols, warps, stages, held, one_loop, programs = config
-    known = kernel in KERNELS and rows in SIDES and cols in SIDES and {held, one_loop} <= {False, True}
+    rows, cols, warps, stages, held, one_loop, programs, lean = config
+    known = kernel in KERNELS and rows in SIDES and cols in SIDES and {held, one_loop, lean} <= {False, True}
     if not known or warps not in (1, 2, 4, 8, 16) or not 1 <= stages <= 8 or not 0 <= programs <= 16:
         raise ValueError(f"no tile {list(tile)} for {kernel}")
     return config
@@ -244,12 +251,12 @@ def _checked(kernel: str, tile: Sequence[Any]) -> Config:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m andrea_triton.launch.tune",
+        prog="python -m andrea_triton.counting.tune",
         description="Search for the best tiles of the kernels of causal attention and write them to a table. On the GPU that is "
         "searched for they are ranked by time; without it by a model of the compiled code, which needs no GPU.",
-        epilog="The library takes a table when told: andrea_triton.launch.tune.use('tiles.json'). A tiling that does not compile "
-        "or does not fit the card is skipped and counted. About 8 s a tiling on one core, most of it compiling; a short first "
-        "search: --kernel forward --rows 64 128 --cols 32 64 --stages 2",
+        epilog="The library takes a table when told: andrea_triton.counting.tune.use('tiles.json'). A tiling that does not "
+        "compile or does not fit the card is skipped and counted. About 8 s a tiling on one core, most of it compiling; a short "
+        "first search: --kernel forward --rows 64 128 --cols 32 64 --stages 2",
     )
     here = targets.target_of(torch.device("cuda")) if targets.has_gpu() else None
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("tiles.json"), help="the table (tiles.json)")
@@ -258,8 +265,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel", metavar="NAME", nargs="+", default=list(KERNELS), choices=KERNELS,
                         help=f"any of {', '.join(KERNELS)}; default: all")  # fmt: skip
     parser.add_argument("--d", metavar="D", nargs="+", type=int, default=[64], help="head dims; default: 64")
-    parser.add_argument("--dtype", metavar="NAME", nargs="+", default=["bf16"], choices=list(report.DTYPES),
-                        help=f"any of {', '.join(report.DTYPES)}, one of each size; default: bf16")  # fmt: skip
+    parser.add_argument("--dtype", metavar="NAME", nargs="+", default=["bf16"], choices=list(calls.DTYPES),
+                        help=f"any of {', '.join(calls.DTYPES)}, one of each size; default: bf16")  # fmt: skip
     for name, sizes, text in (("rows", SIDES[1:], "query rows of a tile"), ("cols", SIDES[1:], "key rows of a tile"),
                               ("warps", WARPS, "warps"), ("stages", STAGES, "pipeline stages")):  # fmt: skip
         known = SIDES if name in ("rows", "cols") else sizes
@@ -273,7 +280,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     asked = parser.parse_args(argv)
     if asked.target is None:
         parser.error(f"there is no GPU here: name a --target, any of {', '.join(CARDS)}")
-    if len({report.DTYPES[name].itemsize for name in asked.dtype}) < len(asked.dtype):
+    if len({calls.DTYPES[name].itemsize for name in asked.dtype}) < len(asked.dtype):
         parser.error(f"--dtype {' '.join(asked.dtype)} are of one size, and tiles depend on the size: name one of them")
     asked.rank = "time" if asked.target == here else "model"
     return asked
@@ -317,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete = complete and all(trials[0].cost is not None for trials in found.values())
         record = {"format": FORMAT, "made": provenance(asked.rank), "entries": lines}
         asked.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"\nTable: {asked.out}\nTo take it: andrea_triton.launch.tune.use({str(asked.out)!r})")
+    print(f"\nTable: {asked.out}\nTo take it: andrea_triton.counting.tune.use({str(asked.out)!r})")
     return int(not complete)
 
 

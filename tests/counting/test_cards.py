@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from andrea_triton.launch.cards import CARDS, KIB, Card
+from andrea_triton.counting.cards import CARDS, KIB, Card
 
 LIMITS = {
     "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,

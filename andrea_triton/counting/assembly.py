@@ -31,6 +31,7 @@ class Instruction:
         operands: the rest of the text.
         target: label that it may jump to; None for none.
         falls: whether the next instruction may be executed after it.
+        guard: whether a predicate may turn it off (NVIDIA).
     """
 
     place: str
@@ -38,6 +39,7 @@ class Instruction:
     operands: str = ""
     target: str | None = None
     falls: bool = True
+    guard: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def parse_nvidia(text: str) -> Listing:
         elif match := _NVIDIA_INSTRUCTION.match(line):
             address, guard, opcode, operands = match.groups()
             target, falls = _nvidia_flow(guard, opcode, operands)
-            found.append(Instruction(hex(int(address, 16)), opcode, operands, target, falls))
+            guarded = guard not in (None, "PT")
+            found.append(Instruction(hex(int(address, 16)), opcode, operands, target, falls, guarded))
     return Listing(tuple(found), labels)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from andrea_triton.launch import opcodes
-from andrea_triton.launch.assembly import Instruction
+from andrea_triton.counting import opcodes
+from andrea_triton.counting.assembly import Instruction
 
 KINDS = {
     "mma": "HMMA.16816.F32.BF16 HGMMA.64x64x16.F32 UTCHMMA DMMA.884 v_mfma_f32_16x16x4_f32 v_wmma_f32_16x16x16_f16",

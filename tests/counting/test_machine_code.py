@@ -12,10 +12,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from andrea_triton.counting import machine_code
+from andrea_triton.counting.cards import CARDS
+from andrea_triton.counting.machine_code import MachineCode, ctas_per_sm, read
 from andrea_triton.errors import CompileError
-from andrea_triton.launch import machine_code
-from andrea_triton.launch.cards import CARDS
-from andrea_triton.launch.machine_code import MachineCode, ctas_per_sm, read
 
 TILE = (64, 64)
 TARGETS = ["sm_80", "sm_90", "gfx942", "gfx1100"]

@@ -1,8 +1,8 @@
 """Control flow of small hand-written kernels."""
 
-from andrea_triton.launch import opcodes
-from andrea_triton.launch.assembly import Trip, main_loops, natural_loops, parse_amd, parse_nvidia, split, successors
-from andrea_triton.launch.assembly import visit as visit_blocks
+from andrea_triton.counting import opcodes
+from andrea_triton.counting.assembly import Trip, main_loops, natural_loops, parse_amd, parse_nvidia, split, successors
+from andrea_triton.counting.assembly import visit as visit_blocks
 
 
 def sass(*lines: str) -> str:

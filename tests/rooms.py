@@ -1,0 +1,83 @@
+"""The rooms of the house and what each may import: read by test_architecture.py."""
+
+PURE = "errors spec"
+HOST = f"{PURE} problem target torch"
+TILES = "triton kernels.numerics kernels.views"
+PARTS = "kernels.bands kernels.scores kernels.softmax kernels.dropout"
+PLAN = f"{HOST} kernels launch.configs launch.descriptors"
+
+# Room -> what it may import beside the standard library. A name stands for itself and for what is inside it; a file
+# without an entry of its own belongs to its folder's.
+MAY_IMPORT = {
+    "__init__": f"{PURE} dropout functional sdpa cache decode",
+    "errors": "",
+    "spec": "errors",
+    "memory": "",
+    "kinds": "errors torch",
+    "checks": f"{PURE} kinds torch",
+    "problem": f"{PURE} checks memory torch",
+    "dropout": "torch",
+    "reference": f"{PURE} problem dropout torch",
+    "target": "errors torch",
+    "kernels.__init__": "",
+    "kernels.numerics": "triton",
+    "kernels.views": "triton kernels.numerics",
+    "kernels.bands": TILES,
+    "kernels.scores": TILES,
+    "kernels.softmax": TILES,
+    "kernels.dropout": TILES,
+    "kernels.tile": f"{TILES} {PARTS}",
+    "kernels.forward": f"{TILES} {PARTS} kernels.tile",
+    "kernels.backward": f"{TILES} {PARTS} kernels.tile",
+    "kernels.term_grads": f"{TILES} {PARTS} kernels.tile kernels.backward",
+    "kernels.statistics": f"{TILES} {PARTS} kernels.tile",
+    "kernels.decode": f"{TILES} {PARTS} kernels.tile kernels.forward",
+    "launch.__init__": "",
+    "launch.configs": "",
+    "launch.descriptors": f"{HOST} memory kernels launch.configs triton",
+    "launch.plan": f"{PLAN} numpy",
+    "launch.faults": f"{HOST} triton",
+    "launch.compile": f"{PLAN} triton numpy launch.plan launch.faults",
+    "launch.interpreter": f"{HOST} triton numpy launch.plan launch.compile",
+    "launch.start": f"{PLAN} triton numpy launch.plan launch.compile launch.faults",
+    "launch.run": f"{PLAN} memory numpy launch.plan launch.interpreter launch.start",
+    "counting.__init__": "",
+    "counting.cards": "",
+    "counting.assembly": "errors",
+    "counting.opcodes": "errors counting.assembly",
+    "counting.machine_code": "errors counting.cards counting.assembly counting.opcodes counting.steps",
+    "counting.clocks": "",
+    "counting.steps": "counting.assembly counting.opcodes counting.clocks",
+    "counting.course": "counting.assembly counting.opcodes counting.steps",
+    "counting.simulator": "errors counting.clocks counting.course counting.steps",
+    "counting": f"{PLAN} triton launch counting",
+    "cpu": f"{PURE} problem dropout reference torch cpu",
+    "backends": f"{HOST} reference cpu",
+    "flops": "torch",
+    "ops": f"{HOST} reference cpu backends flops",
+    "functional": f"{HOST} memory reference ops",
+    "sdpa": "errors kinds functional torch",
+    "train": f"{PURE} torch numpy functional nn safetensors",
+    "check": f"{HOST} functional testing",
+    "doctor": f"{HOST} functional",
+    "cache": "errors torch cache",
+    "decode": f"{HOST} checks cpu flops ops functional backends cache",
+    "nn": f"{PURE} torch functional cache decode nn",
+    "distributed": f"{HOST} functional backends ops nn distributed",
+    "integrations": f"{PURE} torch functional sdpa cache decode integrations",
+    "integrations.flash_attn.probabilities": "torch dropout functional reference integrations",
+    "integrations.flash_attn.lowlevel": f"{HOST} functional backends integrations",
+    "testing": f"{PURE} problem reference torch testing",
+}
+# The same for imports that run when a function is called, or only for the type checker.
+MAY_IMPORT_LATER = {
+    "target": "triton",
+    "backends": "launch",
+    "functional": "launch",
+    "counting": "tqdm",
+    "nn": "matplotlib safetensors tokenizers distributed",
+    "train": "matplotlib tqdm",
+    "check": "matplotlib",
+    "doctor": "launch functional",
+    "integrations": "transformers flash_attn",
+}
