@@ -17,23 +17,23 @@ from .ops import each_entry, traced
 from .problem import Problem, accumulator, make_problem
 from .spec import AttentionSpec, Mask, Score, Window, make_spec
 
-KEYS_OF_A_PART = 256  # fewer are not worth a program
-ROWS_OF_A_PROGRAM = 128  # of query heads and queries that share a key head
-PROGRAMS = 256  # about two for each multiprocessor of a large GPU
+SPLIT_SIZE = 512  # keys of a part: 16 parts of 8k keys, and of a row of 512 keys one
 
 
 def decode_attention(
     q: Tensor, cache: Cache, *, causal: bool = True, scale: float | None = None, window: Window = None, softcap: float | None
         = None,
     bias: Tensor | None = None, alibi: Tensor | None = None, sinks: Tensor | None = None, score: Score | None = None,
-    mask: Mask | Tensor | None = None, tree: Tensor | None = None, return_lse: bool = False, splits: int | None = None,
+    mask: Mask | Tensor | None = None, tree: Tensor | None = None, return_lse: bool = False, split_size: int = SPLIT_SIZE,
     validate: bool = False, backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of the newest queries to a cache that already holds their keys, each sequence at its own length. Inference only.
 
-    The keys are split over programs, and the parts combined by their log-sum-exp; the query heads of a key head share
-    tiles. Work grows with the lengths, not with the capacity, and shapes are static: on a GPU the kernels wait for nothing, so
-    that a graph can capture them. Under torch.compile nothing depends on the lengths that the host knows: one compile serves all.
+    The keys are split over programs, and the parts combined in order by their log-sum-exp; the query heads of a key head share
+    tiles. On the kernels a row's bits depend on nothing but its own query and keys: not on the batch, the lengths beside it, the
+    capacity, pages and their size, nor on how many tokens come at once. Work grows with the lengths, not with the capacity, and
+    shapes are static: the kernels wait for nothing, so that a graph can capture them. Under torch.compile nothing depends on the
+    lengths that the host knows: one compile serves all.
 
     Args:
         q: queries (batch, HQ, M, D), dtype and device of the cache; row i of sequence b sits at position lengths[b] - M +
@@ -45,7 +45,8 @@ def decode_attention(
         tree: bool (M, M) or (batch, M, M), which of the M newest tokens each of them sees: drafts that branch.
             What came before them is seen by all. It joins causal and window: give causal=False where a token sees a later one.
         return_lse: return (out, lse).
-        splits: parts that the keys are split into; None chooses by batch, heads and capacity.
+        split_size: keys of each part, a multiple of 16; the parts lie at its multiples, and a row's bits change with it. Smaller
+            ones occupy a GPU better where there are few sequences, and cost a float of every output feature for each part.
         validate: read lengths and page table, and refuse what lies outside of the cache, even where that waits for the device.
             On a CPU they are always read.
         backend: as in `attention`.
@@ -73,22 +74,20 @@ def decode_attention(
             raise UnsupportedError(f"a gradient of {name}", "decode_attention", way_out)
     chosen = target.default_backend(q.device) if backend is None else backend
     target.check_backend(chosen, q.device)
-    if splits is not None and splits < 1:
-        raise ShapeError(f"splits is {splits}; wanted at least 1; pass None to let the library choose")
+    if split_size < 16 or split_size % 16:
+        raise ShapeError(f"split_size is {split_size}; wanted a multiple of 16; the default is {SPLIT_SIZE}")
     memory, sinks, bias = _memory(cache), cast_alike(sinks, q), cast_alike(bias, q)
     spec = make_spec(causal=causal, scale=scale, window=window, softcap=softcap)
     own = isinstance(mask, Mask) or score is not None
     terms = Terms(alibi, sinks, bias, mask if isinstance(mask, Tensor) else None, _checked_tree(tree, q))
     problem = _problem(q, memory, spec, terms, validate, score, mask if isinstance(mask, Mask) else None)
-    blocks = -(-problem.group * problem.M // ROWS_OF_A_PROGRAM)
-    parts = _splits(problem.B * problem.HKV * blocks, problem.N) if splits is None else splits
     if traced(q) and not own:
         if not torch.compiler.is_compiling():
             flops.announce()
-        numbers = (spec.left, spec.right, spec.scale, spec.softcap, parts, chosen)
+        numbers = (spec.left, spec.right, spec.scale, spec.softcap, split_size, chosen)
         out, lse = decode_op(q.detach(), *memory, *[None if x is None else x.detach() for x in terms], *numbers)
     else:
-        out, lse = _decode(problem, q, memory, terms.tree, parts, chosen)
+        out, lse = _decode(problem, q, memory, terms.tree, split_size, chosen)
     return (out, lse) if return_lse else out
 
 
@@ -155,7 +154,9 @@ def _problem(
     return problem
 
 
-def _decode(problem: Problem, q: Tensor, memory: Memory, tree: Tensor | None, splits: int, backend: str) -> tuple[Tensor, Tensor]:
+def _decode(
+    problem: Problem, q: Tensor, memory: Memory, tree: Tensor | None, split_size: int, backend: str
+) -> tuple[Tensor, Tensor]:
     """out, lse by a backend, with nothing of autograd."""
     if 0 in q.shape[:3]:
         return cpu.room_like(q, problem.DV, False), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
@@ -164,19 +165,19 @@ def _decode(problem: Problem, q: Tensor, memory: Memory, tree: Tensor | None, sp
             out, lse = _each_length(problem, q, memory, tree, backend)
         return cpu.laid_out(out, q, problem.DV, False), lse
     pages = None if memory.table is None else (memory.table, memory.k.shape[2])
-    return backends.run_decode(problem, q, memory.k, memory.v, pages, tree, splits, backend)
+    return backends.run_decode(problem, q, memory.k, memory.v, pages, tree, split_size, backend)
 
 
 @torch.library.custom_op("andrea_triton::decode", mutates_args=())
 def decode_op(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, capacity: int, alibi: Tensor | None,
     sinks: Tensor | None, bias: Tensor | None, keep: Tensor | None, tree: Tensor | None, left: int | None, right: int | None,
-    scale: float | None, softcap: float | None, splits: int, backend: str,
+    scale: float | None, softcap: float | None, split_size: int, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out, lse over a cache's memory: decode_attention for graphs."""
     memory, spec = Memory(k, v, lengths, table, capacity), AttentionSpec(left, right, None, scale, softcap)
     problem = _problem(q, memory, spec, Terms(alibi, sinks, bias, keep, tree), False)
-    return _decode(problem, q, memory, tree, splits, backend)
+    return _decode(problem, q, memory, tree, split_size, backend)
 
 
 @decode_op.register_fake
@@ -187,11 +188,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @decode_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     return each_entry(decode_op, info.batch_size, in_dims, args)
-
-
-def _splits(programs: int, capacity: int) -> int:
-    """Parts of the keys: as many as fill a GPU, none of them tiny when the cache is full."""
-    return max(1, min(-(-PROGRAMS // max(programs, 1)), -(-capacity // KEYS_OF_A_PART)))
 
 
 def _each_length(problem: Problem, q: Tensor, memory: Memory, tree: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ examples:
 
 elsewhere:
   python -m bench.host                     Python's own cost of a call, in microseconds
+  python -m bench.decode                   tokens per second of attention over a cache
 
 Results are JSON lines and go, with their plots, to bench/results/local/, which git ignores."""
 

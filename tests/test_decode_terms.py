@@ -25,7 +25,7 @@ def on_cpu(device: str) -> None:
 
 def judge(cache: Cache, q: Tensor, backend: str, given: dict[str, Any], alone: list[dict[str, Any]], **settings: Any) -> None:
     """The call against the reference in fp64 for each sequence, which gets its own part of what was given."""
-    out, lse = decode_attention(q, cache, **given, **settings, splits=2, return_lse=True, backend=backend)
+    out, lse = decode_attention(q, cache, **given, **settings, split_size=16, return_lse=True, backend=backend)
     k, v = cache.keys_values(max(cache.counts))
     for b, (n, own) in enumerate(zip(cache.counts, alone, strict=True)):
         rows = (x.double() for x in (q[b, None], k[b, None, :, :n], v[b, None, :, :n]))

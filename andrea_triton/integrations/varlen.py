@@ -62,8 +62,8 @@ def varlen_attn(
         enable_gqa: HQ may be a multiple of HKV.
         seqused_k: (sequences,) int32, how many of its keys each sequence has; None means all.
         block_table: (sequences, pages of a sequence) int32; needs seqused_k.
-        num_splits: parts that the keys are split into where pages are read in their place; 1 makes a row's bits independent of
-            the other sequences and of max_k; None lets the library choose. Elsewhere nothing is split.
+        num_splits: parts that the keys are split into where pages are read in their place; None means parts
+            of 512. With None and 1 a row's bits depend on its own sequence alone. Elsewhere nothing is split.
 
     Returns:
         out (T_q, HQ, DV), or (out, lse) with lse (HQ, T_q) in fp32 (fp64 for fp64).
@@ -88,7 +88,7 @@ def varlen_attn(
         B, wants_gradient = block_table.shape[0], any(x.requires_grad for x in (query, key, value))
         if query.shape[0] == B * max_q and not (torch.is_grad_enabled() and wants_gradient):
             rows = query.unflatten(0, (B, max_q))
-            out, lse = attend(rows, key, value, seqused_k, block_table, None, settings, num_splits or None)
+            out, lse = attend(rows, key, value, seqused_k, block_table, None, settings, num_splits or 0)
             out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
             return (out, lse) if return_aux is not None and return_aux.lse else out
         key, value, cu_seq_k = gathered(key, value, torch.zeros_like(seqused_k), seqused_k, block_table, max_k)

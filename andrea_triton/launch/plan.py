@@ -272,34 +272,29 @@ class Pages(NamedTuple):
 
 def decode_plan(
     q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, tree: Tensor | None, parts: tuple[Tensor, Tensor], out: Tensor,
-    lse: Tensor, problem: Problem, target: str, precision: str,
+    lse: Tensor, split_size: int, problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
-    """The launches that fill out and lse over a cache; parts [splits, ...] hold the attention over each part of the keys."""
+    """The launches that fill out and lse over a cache; parts [parts, ...] hold the attention over each part of the keys."""
     common = attention(problem, precision, target)
     common = common._replace(sizes=common.sizes._replace(q_start=None))
     if tree is not None:
         common = common._replace(terms=common.terms._replace(tree=matrix(tree.view(torch.uint8))), exact=constant(True))
     table, size = (None, None) if pages is None else pages
-    splits = parts[0].shape[0]
-    tilings = decode_tilings(problem, size)
+    tilings = decode_tilings(problem, split_size)
     whole = size is None or size % tilings[0].BLOCK_N == 0
-    args = (view(q, False), view(k, False), view(v, False), table, size, *parts, common)
-    sides = {"SPLITS": splits, "WHOLE": whole}
-    merged = (*parts, problem.extras.sinks, view(out, False), lse, common)
+    args = (view(q, False), view(k, False), view(v, False), table, size, *parts, common, split_size)
+    merged = (*parts, problem.extras.sinks, view(out, False), lse, common, split_size)
     few, fusible = (Config(16, 1),), problem.dtype.itemsize == 2
-    launches = (Launch("decode", decode.decode, args, sides, (0, 0), tilings[0], tilings, fusible=fusible),
-                Launch("combine", decode.combine, merged, {"SPLITS": splits}, (0, 0), few[0], few, fusible=fusible))  # fmt: skip
+    launches = (Launch("decode", decode.decode, args, {"WHOLE": whole}, (0, 0), tilings[0], tilings, fusible=fusible),
+                Launch("combine", decode.combine, merged, {}, (0, 0), few[0], few, fusible=fusible))  # fmt: skip
     return [tiled(launch, problem, launch.config) for launch in launches]
 
 
-def decode_tilings(problem: Problem, page_size: int | None) -> tuple[Config, ...]:
-    """Tilings of the decode kernel, best first: the rows of a key head in as few blocks as the card's memory lets, and keys that
-    stay in one page where pages are multiples of 16 rows."""
-    rows = max(16, min(128, 1 << (problem.group * problem.M - 1).bit_length()))
-    in_page = 64 if page_size is None else page_size & -page_size
-    keys = min(64, in_page) if in_page >= 16 else 32
-    sizes = dict.fromkeys((min(rows, m), min(keys, n)) for m, n in ((128, 64), (64, 64), (64, 32), (32, 32), (16, 32), (16, 16)))
-    return tuple(Config(m, n, 4, 2) for m, n in sizes)
+def decode_tilings(problem: Problem, split_size: int) -> tuple[Config, ...]:
+    """Tilings of the decode kernel, best first: the rows of a key head in as few blocks as the card's memory lets. Rows give way
+    before keys, so that the tile of keys, on which bits depend, is the same for one query and many."""
+    rows, keys = max(16, min(128, 1 << (problem.group * problem.M - 1).bit_length())), min(64, split_size & -split_size)
+    return tuple(Config(m, n, 4, 2) for n in (64, 32, 16) if n <= keys for m in (128, 64, 32, 16) if m <= rows)
 
 
 def statistics_plan(
