@@ -43,13 +43,10 @@ def sloped(s, q_pos, k_pos, first, scale, slope):
 
 @triton.jit
 def read_matrix(x, b, h, q_pos, k_pos, seq):
-    """The elements of a bias or mask that a tile needs, None of None. Read them before the product that they join: Triton gives
+    """The elements of a bias or mask that a tile needs. Read them before the product that they join: Triton gives
     what follows two layouts that of the later one, and shared memory would carry the scores to that of the loads."""
-    if x is None:
-        return x
-    else:
-        row, col = tl.minimum(q_pos - seq.q_start, seq.M - 1), tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
-        return tl.load(matrix_pointers(x, b, h, row, col))
+    row, col = tl.minimum(q_pos - seq.q_start, seq.M - 1), tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
+    return tl.load(matrix_pointers(x, b, h, row, col))
 
 
 @triton.jit
