@@ -36,8 +36,8 @@ def distance(q_pos, k_pos, first, COLS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def sloped(s, q_pos, k_pos, first, scale, slope):
     """s - slope distance / scale: products to which ALiBi is added before anybody scales them."""
-    most: tl.constexpr = -lowest(s.dtype)
-    slope = tl.minimum(tl.maximum(slope / scale, -most), most)  # so that 0 times it is 0
+    least = lowest(s.dtype)
+    slope = tl.minimum(tl.maximum(slope / scale, least), -least)  # so that 0 times it is 0
     return s - slope * distance(q_pos, k_pos, first, s.shape[1], s.dtype)
 
 
