@@ -38,20 +38,17 @@ def distance(q_pos, k_pos, first, COLS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def sloped(s, q_pos, k_pos, first, scale, slope):
     """s - slope distance / scale: products to which ALiBi is added before anybody scales them."""
-    most: tl.constexpr = -lowest(s.dtype)
-    slope = tl.minimum(tl.maximum(slope / scale, -most), most)  # so that 0 times it is 0
+    least = lowest(s.dtype)
+    slope = tl.minimum(tl.maximum(slope / scale, least), -least)  # so that 0 times it is 0
     return s - slope * distance(q_pos, k_pos, first, s.shape[1], s.dtype)
 
 
 @triton.jit
 def read_matrix(x, b, h, q_pos, k_pos, seq):
-    """The elements of a bias or mask that a tile needs, None of None. Read them before the product that they join: Triton gives
+    """The elements of a bias or mask that a tile needs. Read them before the product that they join: Triton gives
     what follows two layouts that of the later one, and shared memory would carry the scores to that of the loads."""
-    if x is None:
-        return x
-    else:
-        row, col = tl.minimum(q_pos - seq.q_start, seq.M - 1), tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
-        return tl.load(matrix_pointers(x, b, h, row, col))
+    row, col = tl.minimum(q_pos - seq.q_start, seq.M - 1), tl.maximum(tl.minimum(k_pos, seq.N - 1), 0)
+    return tl.load(matrix_pointers(x, b, h, row, col))
 
 
 @triton.jit

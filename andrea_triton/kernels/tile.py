@@ -36,8 +36,9 @@ def logits_tile(x, y, q_pos, k_pos, first, b, h, seq, attention, edge):
     """(logits, capped) of one tile: x y^T, terms, and at an edge the band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its
     transpose. The columns' positions begin at `first`. Where attention.exact is False there is no term but a cap or ALiBi, and
     both are products, or tanh of scaled ones, that nobody has multiplied by attention.scale_log2 yet."""
-    bias = read_matrix(attention.terms.bias, b, h, q_pos, k_pos, seq)
-    keep = read_matrix(attention.terms.keep, b, h, q_pos, k_pos, seq)
+    terms = attention.terms
+    bias = None if terms.bias is None else read_matrix(terms.bias, b, h, q_pos, k_pos, seq)
+    keep = None if terms.keep is None else read_matrix(terms.keep, b, h, q_pos, k_pos, seq)
     s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision, q_pos.shape[0] == 1)
     if not attention.exact and attention.terms.cap is not None:
         s = tanh(s, attention.scale / attention.terms.cap, attention.tanh)
