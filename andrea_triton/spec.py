@@ -115,7 +115,7 @@ class AttentionSpec:
         scale: factor of q·k; None means 1/sqrt(D).
         softcap: bound c of c·tanh(score / c); None means none.
         dropout_p: probability that a weight is dropped, in [0, 1).
-        precise: take the row sum from the probabilities as rounded for the second product.
+        precise: take the row sum from the probabilities as rounded for the second product; in fp32, products are IEEE's.
     """
 
     left: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -145,12 +146,22 @@ def gpu_target() -> Any:
 
 
 def float32_precision() -> str:
-    """How fp32 matrix products are made: "ieee", or "tf32" when torch's own setting for GPUs asks for it. Since torch 2.9 there
-    are two ways to say it, and asking by the older fails after one said it by the newer."""
+    """How fp32 matrix products are asked to be made: "ieee", "tf32x3" (three TF32 products), "tf32", or "fastest" of two.
+    ANDREA_TRITON_FLOAT32 in the environment, ieee or tf32x3, goes before torch's own setting for GPUs. Since torch 2.9 there are
+    two ways to say that, and asking by the older fails after one said it by the newer; the older alone has no word for nothing.
+
+    Raises:
+        UnsupportedError: the environment says something else.
+    """
+    own = os.environ.get("ANDREA_TRITON_FLOAT32")
+    if own:
+        if own not in ("ieee", "tf32x3"):
+            raise UnsupportedError(f"ANDREA_TRITON_FLOAT32={own}", "fp32 products", "wanted ieee or tf32x3, or no such variable")
+        return own
     found = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     if found is None:
-        found = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return "tf32" if found == "tf32" else "ieee"
+        return "fastest" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return found if found in ("ieee", "tf32") else "fastest"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -131,3 +131,78 @@ def test_results_lie_on_the_device_of_the_inputs(device: str) -> None:
         q = torch.empty(1, 2, 16, 8, device=device)
         results = attention(q, q, q, causal=True, return_lse=True, backend="torch")
     assert {t.device for t in results} == {torch.device(device)}
+
+
+class Settings:
+    """torch's precision settings, put back at the end."""
+
+    def __init__(self) -> None:
+        self.places: list[Any] = [torch.backends, torch.backends.cuda.matmul]
+        self.newer = hasattr(torch.backends, "fp32_precision")
+        self.before = [place.fp32_precision for place in self.places] if self.newer else [torch.get_float32_matmul_precision()]
+
+    def restore(self) -> None:
+        if not self.newer:
+            torch.set_float32_matmul_precision(self.before[0])
+        for place, value in zip(self.places, self.before, strict=False) if self.newer else ():
+            place.fp32_precision = value
+
+
+@pytest.fixture
+def torch_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+    monkeypatch.delenv("ANDREA_TRITON_FLOAT32", raising=False)
+    settings = Settings()
+    yield settings
+    settings.restore()
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        ((), "fastest"),
+        (("set high",), "tf32"),
+        (("set medium",), "tf32"),
+        (("allow True",), "tf32"),
+        (("all tf32",), "tf32"),
+        (("matmul tf32",), "tf32"),
+        (("all ieee",), "ieee"),
+        (("matmul ieee",), "ieee"),
+        (("all tf32", "matmul ieee"), "ieee"),
+        (("all ieee", "matmul tf32"), "tf32"),
+        (("set high", "matmul ieee"), "ieee"),
+        (("matmul tf32", "set highest"), "ieee"),
+        (("all tf32", "allow False"), "ieee"),
+        (("matmul ieee", "set high"), "tf32"),
+    ],
+)
+def test_precision_by_either_of_torchs_settings(steps: tuple[str, ...], found: str, torch_settings: Settings) -> None:
+    """The last word counts, whichever way it was said; where torch has but the older way, its default says nothing."""
+    for step in steps:
+        place, value = step.split()
+        if place == "set":
+            torch.set_float32_matmul_precision(value)
+        elif place == "allow":
+            torch.backends.cuda.matmul.allow_tf32 = value == "True"
+        elif not torch_settings.newer:
+            pytest.skip("this torch has the older setting alone")
+        else:
+            torch_settings.places[place == "matmul"].fp32_precision = value
+    assert target.float32_precision() == found
+
+
+@pytest.mark.parametrize(("asked", "found"), [("highest", "fastest"), ("high", "tf32"), ("medium", "tf32")])
+def test_precision_by_the_older_setting_alone(monkeypatch: pytest.MonkeyPatch, asked: str, found: str) -> None:
+    """As before torch 2.9."""
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: asked)
+    assert target.float32_precision() == found
+
+
+def test_precision_by_the_environment(monkeypatch: pytest.MonkeyPatch, torch_settings: Settings) -> None:
+    torch.set_float32_matmul_precision("high")
+    for own, found in (("ieee", "ieee"), ("tf32x3", "tf32x3"), ("", "tf32")):
+        monkeypatch.setenv("ANDREA_TRITON_FLOAT32", own)
+        assert target.float32_precision() == found
+    monkeypatch.setenv("ANDREA_TRITON_FLOAT32", "tf32")
+    with pytest.raises(UnsupportedError, match="wanted ieee or tf32x3"):
+        target.float32_precision()

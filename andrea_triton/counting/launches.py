@@ -66,7 +66,7 @@ def compiled_launches(
         dlse: gradient of lse (B, HQ, M), or None.
         descriptors: False compiles bare pointers where the call would take tensor descriptors, as it does for tensors that have
             none.
-        precision: how fp32 is multiplied, ieee or tf32; None asks torch's own setting, as a call does.
+        precision: how fp32 is multiplied, ieee, tf32x3 or tf32; None asks torch's own setting, as a call does.
         only: the name of one launch, to compile no other.
         config: a tiling in place of the table's; None takes the table's first that fits.
         causal, scale, window, q_start, softcap, bias, alibi, sinks, key_lengths, score, mask, dropout_p, seed, precise,
@@ -111,7 +111,14 @@ Planned = tuple[Launch, dict[str, Tensor]]
 
 
 def planned(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor | None, problem: Problem, target: str, precision: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    problem: Problem,
+    target: str,
+    precision: str,
 ) -> list[Planned]:
     """The launches of a problem that start any program, and the tensors that each of them fills."""
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)

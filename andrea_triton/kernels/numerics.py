@@ -15,9 +15,26 @@ def lowest(dtype: tl.constexpr):
 
 
 @triton.jit
-def product(x, y, acc, PRECISION: tl.constexpr):
-    """acc + x y in acc's type. PRECISION is how fp32 operands are multiplied: ieee, tf32 or tf32x3."""
-    return tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+def near_tf32(x):
+    """The fp32 numbers of 11 bits that are nearest to x: what a tensor core takes of a number, but rounded, not cut off."""
+    return ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(x, y, acc, PRECISION: tl.constexpr, TURNED: tl.constexpr = False):
+    """acc + x y in acc's type. PRECISION is how fp32 operands are multiplied: ieee, tf32, or tf32x3: three products of TF32 of
+    x = X + dx and y = Y + dy, X and Y of 11 bits, the small ones first; TURNED, in the order in which y^T x^T takes them, to the
+    same bits. Tensor cores cut their sums off where fp32 rounds, and over many tiles that would lean to zero: these are added to
+    acc outside of them. inf, and what rounds to it, gives NaN. Source: arXiv 2203.03341 (Ootomo, Yokota)."""
+    if PRECISION == "tf32x3":
+        X, Y = near_tf32(x), near_tf32(y)
+        if TURNED:
+            small = tl.dot(x - X, Y, tl.dot(X, y - Y, input_precision="tf32"), input_precision="tf32")
+        else:
+            small = tl.dot(X, y - Y, tl.dot(x - X, Y, input_precision="tf32"), input_precision="tf32")
+        return acc + tl.dot(X, Y, small, input_precision="tf32")
+    else:
+        return tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 
 @triton.jit

@@ -134,7 +134,7 @@ def gpu_target(name: str) -> GPUTarget:
 def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
     """The machine code of a launch. Triton keeps it on disk, so a second process does not compile it again."""
     options: dict[str, Any] = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
-    options["enable_fp_fusion"] = True
+    options["enable_fp_fusion"] = launch.fusible
     if target.backend == "cuda":
         options["maxnreg"] = launch.config.registers()
     with explained(f"{launch.name} did not compile for {target.backend} {target.arch}"), language:

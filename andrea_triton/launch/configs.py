@@ -125,10 +125,10 @@ SPECIAL = {
     ("dkdv", "ada", "terms"): {64: C(16, 128)},
     ("forward", "ampere", "matrix"): {64: C(64, 64)},
     ("forward", "ada", "matrix"): {64: C(64, 64)},
-    ("forward", "hopper", "matrix"): {64: S(64, 64, 4, 3, 3)},
-    ("forward", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
-    ("dkdv", "hopper", "slopes"): {64: S(32, 64, 4, 3, 3)},
-    ("dq", "hopper", "slopes"): {64: S(64, 64, 4, 2, 4)},
+    ("forward", "hopper", "matrix"): {32: S(64, 32, 4, 2, 4), 64: S(64, 64, 4, 2, 4), 128: S(64, 64, 4, 2, 2)},
+    ("forward", "hopper", "slopes"): {64: S(64, 64, 4, 2, 5)},
+    ("dkdv", "hopper", "slopes"): {64: S(64, 64, 4, 3, 3)},
+    ("dq", "hopper", "slopes"): {64: S(128, 32, 4, 3, 3)},
     ("forward", "hopper", "capped"): {64: S(64, 64, 4, 2, 5)},
     ("dkdv", "hopper", "capped"): {64: S(32, 64, 4, 3, 4)},
     ("dq", "hopper", "capped"): {64: S(64, 64, 4, 2, 4)},
@@ -137,8 +137,8 @@ SPECIAL = {
     ("dq", "hopper", "terms"): {64: S(64, 64, 4, 3, 3)},
     ("forward", "hopper", "dropout"): {64: S(64, 64, 4, 3, 3)},
     ("dq", "hopper", "dropout"): {64: S(64, 64, 4, 3, 3)},
-    ("dkdv", "hopper", "matrix"): {64: S(32, 64, 4, 3, 3)},
-    ("dq", "hopper", "matrix"): {64: C(64, 64, 4, 3)},
+    ("dkdv", "hopper", "matrix"): {32: S(32, 64, 4, 3, 3), 64: S(32, 64, 4, 3, 3)},
+    ("dq", "hopper", "matrix"): {32: S(64, 32, 4, 2, 3), 64: C(64, 64, 4, 3)},
     ("dkdv", "ampere", "matrix"): {64: C(32, 64, 4, 1)},
     ("dkdv", "ada", "matrix"): {64: C(32, 64, 4, 1)},
     ("dq", "ada", "dropout"): {64: H(128, 16)},
@@ -162,6 +162,15 @@ SPECIAL = {
     ("dq", "ampere", "tf32"): {64: C(64, 32)},
     ("dq", "ada", "tf32"): {64: C(64, 32), 128: C(32, 32, 8)},
     ("dq", "hopper", "tf32"): {32: C(64, 64, 4, 1), 64: C(64, 64, 4, 1), 128: C(32, 64, 4, 1)},
+    ("forward", "ampere", "tf32x3"): {32: C(64, 32, 4, 1), 64: C(64, 32, 4, 1)},
+    ("forward", "ada", "tf32x3"): {64: C(64, 32, 4, 1)},
+    ("dkdv", "ada", "tf32x3"): {64: C(16, 64, 4, 1)},
+    ("dq", "ada", "tf32x3"): {64: C(64, 16)},
+    ("forward", "hopper", "tf32x3"): {32: C(64, 64), 64: C(64, 16, 4, 3), 128: C(64, 16)},
+    ("dkdv", "ampere", "tf32x3"): {32: C(32, 64, 4, 1), 64: C(16, 64, 4, 1)},
+    ("dkdv", "hopper", "tf32x3"): {32: C(32, 64, 4, 1), 64: C(32, 64, 4, 1), 128: C(16, 64, 4, 1)},
+    ("dq", "ampere", "tf32x3"): {32: C(64, 16, 4, 3), 64: C(64, 16, 4, 3)},
+    ("dq", "hopper", "tf32x3"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32, 4, 1)},
 }
 # The consumer cards after ada take its tiles.
 HALF.update({(kernel, "blackwell rtx"): HALF[kernel, "ada"] for kernel in ("forward", "dkdv", "dq")})
@@ -169,10 +178,12 @@ SPECIAL.update({(kernel, "blackwell rtx", kind): tiles for (kernel, row, kind), 
 # plain: bare products, two bytes or eight; causal: the commonest of them, keys that end on the right only, and no sinks;
 # grouped: like either, in two bytes, with fewer key heads. window: keys end on the left. slopes: ALiBi. dropout: with random
 # numbers. capped: a softcap on bare products. terms: one beside others, the caller's score or mask. matrix: a bias or mask that
-# is read element by element. ieee, tf32: fp32, by how it is multiplied.
-KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "capped", "terms", "matrix", "ieee", "tf32")
+# is read element by element. ieee, tf32, tf32x3: fp32, by how it is multiplied.
+KINDS = ("plain", "causal", "grouped", "window", "slopes", "dropout", "capped", "terms", "matrix", "ieee", "tf32", "tf32x3")
 WIDER = {"capped": "terms"}  # whose entries a kind takes where it has none
-SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32")  # the kinds that take what tune.use gives
+SEARCHED = ("plain", "causal", "grouped", "ieee", "tf32", "tf32x3")  # the kinds that take what tune.use gives
+# Family -> head dim up to which three TF32 products of fp32 are faster than its own.
+THREE_PRODUCTS = {"ampere": 64, "hopper": 64}
 # The kernels that run over the same tiles as another one.
 SAME_TILES = {"dbias": "dq", "statistics": "dq"}
 SMALLEST = Config(16, 16, 4, 1)
@@ -185,6 +196,11 @@ DELTA = Config(64, 1)
 def family(target: str) -> str:
     """The table row of a target: an exact name, else its generation's older relative, else generic."""
     return FAMILIES.get(target, "generic")
+
+
+def three_products(target: str, D: int) -> bool:
+    """Whether fp32 is multiplied faster by three TF32 products than by its own."""
+    return THREE_PRODUCTS.get(family(target), 0) >= D
 
 
 def bucket(D: int) -> int:

@@ -20,7 +20,7 @@ from andrea_triton.kernels.numerics import FP32, FP64, constant
 from andrea_triton.kernels.scores import Terms
 from andrea_triton.kernels.tile import Attention
 from andrea_triton.kernels.views import PAD, Matrix, Sizes, View
-from andrea_triton.launch.configs import Config, candidates
+from andrea_triton.launch.configs import Config, candidates, three_products
 from andrea_triton.launch.descriptors import described, with_descriptors
 from andrea_triton.problem import Problem
 
@@ -43,6 +43,7 @@ class Launch:
     config: Config
     configs: tuple[Config, ...]
     described: bool = False  # its tiles come by tensor descriptors
+    fusible: bool = True  # a product and a sum may be rounded as one
 
 
 class Saved(NamedTuple):
@@ -125,15 +126,26 @@ def dropout(problem: Problem) -> Dropout | None:
     return Dropout(np.int64(seed) if type(seed) is int else seed, np.int64(int(p * 2**32)), number(1 / (1 - p), problem))
 
 
+def products(problem: Problem, target: str, setting: str) -> str:
+    """How a problem's fp32 is multiplied: ieee where it asks to be precise, else as the setting says: ieee, tf32x3, tf32 or
+    fastest, which is the faster of ieee and tf32x3: they are equally accurate."""
+    if problem.dtype != torch.float32 or problem.spec.precise:
+        return "ieee"
+    if setting != "fastest":
+        return setting
+    return "tf32x3" if three_products(target, max(problem.D, problem.DV)) else "ieee"
+
+
 def attention(problem: Problem, precision: str, target: str) -> Attention:
-    """What every launch of a problem has in common. precision is how fp32 is multiplied: ieee or tf32."""
+    """What every launch of a problem has in common. precision: as in products."""
     if not (1 <= problem.D <= MAX_HEAD_DIM and 1 <= problem.DV <= MAX_HEAD_DIM):
         reason = f"their tiles hold 1 to {MAX_HEAD_DIM}; use more heads of fewer features, or backend='torch', which takes any"
         raise UnsupportedError(f"head dims {problem.D} (q, k) and {problem.DV} (v)", "the kernels", reason)
     extras, parts = problem.extras, terms(problem)
-    made, cap = (parts.score, parts.slopes, parts.bias, parts.keep, parts.mask), problem.spec.softcap
+    made, cap = (parts.score, parts.bias, parts.keep, parts.mask), problem.spec.softcap
     scaled = problem.scale if cap is None else min(cap, LARGEST_CAP)
     bare = problem.dtype.itemsize == 2 and scaled > 0 and all(x is None for x in made)
+    bare = bare and (cap is None or parts.slopes is None)
     sizes = Sizes(
         problem.M,
         problem.N,
@@ -155,7 +167,7 @@ def attention(problem: Problem, precision: str, target: str) -> Attention:
         D=constant(problem.D),
         DV=constant(problem.DV),
         acc=FP64 if problem.dtype == torch.float64 else FP32,
-        precision=constant(precision if problem.dtype == torch.float32 else "ieee"),
+        precision=constant(products(problem, target, precision)),
         exact=constant(not bare),
         rounded=constant(problem.spec.precise and problem.dtype.itemsize == 2),
         tanh=constant(tanh(problem, target)),
@@ -175,7 +187,8 @@ def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, targ
     by_descriptor = described(name, named, problem, target)
     what = kind(problem, named["attention"].precision.value)
     configs = candidates(name, target, max(problem.D, problem.DV), problem.dtype.itemsize, *lengths(problem), what)
-    return tiled(Launch(name, kernel, args, constexprs, (0, 0), configs[0], configs, by_descriptor), problem, configs[0])
+    one = Launch(name, kernel, args, constexprs, (0, 0), configs[0], configs, by_descriptor, problem.dtype.itemsize == 2)
+    return tiled(one, problem, configs[0])
 
 
 def kind(problem: Problem, precision: str) -> str:
@@ -271,9 +284,9 @@ def decode_plan(
     whole = size is None or size % tilings[0].BLOCK_N == 0
     args = (view(q, False), view(k, False), view(v, False), table, size, *parts, common, split_size)
     merged = (*parts, problem.extras.sinks, view(out, False), lse, common, split_size)
-    few = (Config(16, 1),)
-    launches = (Launch("decode", decode.decode, args, {"WHOLE": whole}, (0, 0), tilings[0], tilings),
-                Launch("combine", decode.combine, merged, {}, (0, 0), few[0], few))  # fmt: skip
+    few, fusible = (Config(16, 1),), problem.dtype.itemsize == 2
+    launches = (Launch("decode", decode.decode, args, {"WHOLE": whole}, (0, 0), tilings[0], tilings, fusible=fusible),
+                Launch("combine", decode.combine, merged, {}, (0, 0), few[0], few, fusible=fusible))  # fmt: skip
     return [tiled(launch, problem, launch.config) for launch in launches]
 
 

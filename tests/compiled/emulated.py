@@ -80,7 +80,7 @@ def emulated(
         tiles: tilings to use instead of the library's.
         rewrite: changes the PTX that is run.
         begun: called before each launch.
-        precision: how fp32 is multiplied: ieee or tf32.
+        precision: how fp32 is multiplied: ieee, tf32x3 or tf32.
 
     Yields:
         Names of the kernels that were run.

@@ -41,6 +41,12 @@ def fused(x: Array, y: Array, z: Array) -> Array:
     return (x.astype(np.float64) * y + z).astype(F4)
 
 
+def cut_off(x: Array) -> Array:
+    """fp32 of fp64 numbers, toward zero."""
+    near = x.astype(F4)
+    return np.where(np.abs(near) > np.abs(x), np.nextafter(near, F4.type(0)), near)
+
+
 def divided(x: Array, y: Array) -> Array:
     """Signed division toward zero. Dividing by zero gives the all-ones that the hardware gives."""
     wide_x, wide_y = x.astype(np.int64), np.where(y == 0, 1, y).astype(np.int64)

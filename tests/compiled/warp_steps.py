@@ -1,6 +1,6 @@
 """Instructions of whole warps: shuffles, loads and stores of matrices, and their products.
 
-Products are summed in fp32 in numpy's order; a tensor core sums in its own. Source: PTX ISA 8.8, chapter 9.7.14.
+Products are summed in numpy's order; a tensor core sums in its own. Source: PTX ISA 8.8, chapter 9.7.14.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _product(instruction: Instruction, kind: str, program: Program) -> Step:
     writes = [writer(name, F4, program, "") for name in d]
 
     def step(state: State) -> None:
-        tile = fragments.left_tile(gather(state, left), kind) @ fragments.right_tile(gather(state, right), kind)
-        results = [one(state) + part for one, part in zip(added, fragments.spread(tile), strict=True)]
-        for write, result in zip(writes, results, strict=True):
+        x, y = fragments.left_tile(gather(state, left), kind), fragments.right_tile(gather(state, right), kind)
+        tile = fragments.summed(fragments.gathered(np.stack(gather(state, added))), x, y, kind)
+        for write, result in zip(writes, fragments.spread(tile), strict=True):
             write(state, result)
 
     return step

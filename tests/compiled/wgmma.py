@@ -97,12 +97,12 @@ def _product(instruction: Instruction, columns: int, kind: str, program: Program
     writes = [writer(name, F4, program, "") for name in names]
 
     def step(state: State) -> None:
-        tile = left(state) @ right(state).swapaxes(-1, -2)
-        results = fragments.spread(tile.reshape(len(tile), -1, 16, columns))
-        keep = scale(state)
+        keep, x = full(scale(state), state.shape), left(state)
+        before = fragments.gathered(np.zeros((columns // 2, *state.shape), F4))
         if keep.any():
-            results = results + np.where(full(keep, state.shape), np.stack(gather(state, added)), np.float32(0))
-        for write, result in zip(writes, results, strict=True):
+            before = fragments.gathered(np.where(keep, np.stack(gather(state, added)), F4.type(0)))
+        tile = fragments.summed(before.reshape(*x.shape[:-1], columns), x, right(state).swapaxes(-1, -2), kind)
+        for write, result in zip(writes, fragments.spread(tile.reshape(before.shape)), strict=True):
             write(state, result)
 
     return step

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from andrea_triton.kernels.numerics import FP32, FP64, LN2, LOG2E, hold, lowest, product, tanh
+from andrea_triton.kernels.numerics import FP32, FP64, LN2, LOG2E, hold, lowest, near_tf32, product, tanh
 from andrea_triton.testing import assert_accurate
 
 Interpreted = Callable[..., None]
@@ -21,12 +21,19 @@ def store_lowest(out, ACC: tl.constexpr):
 
 
 @triton.jit
-def store_product(x, y, acc, out, ROWS: tl.constexpr, INNER: tl.constexpr, COLS: tl.constexpr):
+def store_product(x, y, acc, out, ROWS: tl.constexpr, INNER: tl.constexpr, COLS: tl.constexpr,
+                  PRECISION: tl.constexpr = "ieee", TURNED: tl.constexpr = False):  # fmt: skip
     r, i, c = tl.arange(0, ROWS), tl.arange(0, INNER), tl.arange(0, COLS)
     x_tile = tl.load(x + r[:, None] * INNER + i[None, :])
     y_tile = tl.load(y + i[:, None] * COLS + c[None, :])
     at = r[:, None] * COLS + c[None, :]
-    tl.store(out + at, product(x_tile, y_tile, tl.load(acc + at), "ieee"))
+    tl.store(out + at, product(x_tile, y_tile, tl.load(acc + at), PRECISION, TURNED))
+
+
+@triton.jit
+def store_near(x, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, near_tf32(tl.load(x + at)))
 
 
 @triton.jit
@@ -60,6 +67,35 @@ def test_product_sums_in_the_accumulator(dtype: torch.dtype, interpreted: Interp
     interpreted(store_product, x, y, acc, out, ROWS=16, INNER=32, COLS=64)
     exact, eager = acc.double() + x.double() @ y.double(), acc + x.to(wide) @ y.to(wide)
     assert_accurate(out, eager, exact, wide, "product")
+
+
+@pytest.mark.parametrize("gain", [1.0, 1e-18, 1e17])
+def test_three_products_are_as_good_as_one_in_fp32(gain: float, interpreted: Interpreted) -> None:
+    x, y, acc = gain * torch.randn(16, 32), gain * torch.randn(32, 64), gain**2 * torch.randn(16, 64)
+    out = torch.empty(16, 64)
+    interpreted(store_product, x, y, acc, out, ROWS=16, INNER=32, COLS=64, PRECISION="tf32x3")
+    assert_accurate(out, acc + x @ y, acc.double() + x.double() @ y.double(), torch.float32, "product")
+
+
+def test_three_products_turned_have_the_same_bits(interpreted: Interpreted) -> None:
+    x, y, acc = torch.randn(64, 64), torch.randn(64, 128), torch.zeros(64, 128)
+    here, there, same = torch.empty(64, 128), torch.empty(128, 64), torch.empty(128, 64)
+    sides = {"INNER": 64, "PRECISION": "tf32x3"}
+    interpreted(store_product, x, y, acc, here, ROWS=64, COLS=128, **sides)
+    turned = (y.mT.contiguous(), x.mT.contiguous(), acc.mT.contiguous())
+    interpreted(store_product, *turned, same, ROWS=128, COLS=64, TURNED=True, **sides)
+    interpreted(store_product, *turned, there, ROWS=128, COLS=64, **sides)
+    assert torch.equal(here, same.mT) and not torch.equal(here, there.mT)
+
+
+def test_numbers_of_eleven_bits(interpreted: Interpreted) -> None:
+    x = torch.cat([torch.randn(57), torch.tensor([0.0, -0.0, 1.0, 1 + 2.0**-11, 1 + 2.0**-12, 1e-38, -3e38])])
+    out = torch.empty_like(x)
+    interpreted(store_near, x, out, SIZE=64)
+    wide, exact = out.double(), x.double()
+    unit = 2.0 ** (torch.frexp(exact)[1] - 11)
+    assert torch.equal((wide / unit).round() * unit, wide) and ((wide - exact).abs() <= unit / 2).all()
+    assert out[-4].item() == 1 + 2.0**-10 and out[-3].item() == 1.0  # halves go away from zero
 
 
 def allowed(exact: torch.Tensor, eager: torch.Tensor, dtype: torch.dtype) -> float:

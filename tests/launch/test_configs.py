@@ -5,7 +5,10 @@ import itertools
 import pytest
 import torch
 
+from andrea_triton.counting.calls import machine_code
 from andrea_triton.counting.cards import CARDS, Card
+from andrea_triton.counting.launches import compile_launch
+from andrea_triton.counting.report import count
 from andrea_triton.launch.compile import compiled, gpu_target
 from andrea_triton.launch.configs import (
     DELTA,
@@ -17,6 +20,7 @@ from andrea_triton.launch.configs import (
     Config,
     candidates,
     family,
+    three_products,
 )
 from andrea_triton.launch.plan import Grads, Launch, Saved, backward_plan, forward_plan
 from andrea_triton.problem import make_problem
@@ -27,13 +31,14 @@ HEAD_DIMS = (32, 64, 128, 256)
 BARRIERS = 1024  # beside the tiles, which lie at multiples of this
 
 
-def shared_memory(kernel: str, card: Card, config: Config, D: int, itemsize: int) -> int:
+def shared_memory(kernel: str, card: Card, config: Config, D: int, itemsize: int, kind: str = "") -> int:
     """Bytes that a kernel takes at most.
 
     The rows that a program keeps lie in shared memory once; of the rows that stream by, NVIDIA's hold as many copies as there are
     stages, or one more transposed. AMD's prefetch into registers; what lies in shared memory changes its layout there."""
     m, n, _, stages, *_ = config
     kept, streamed = (n, m) if kernel == "dkdv" else (m, n)
+    kept *= 2 if kind == "tf32x3" else 1  # both parts of each number
     width = D if kernel == "forward" else 2 * D
     if card.target.startswith("gfx"):
         return itemsize * (kept * width + m * n)
@@ -57,11 +62,11 @@ def test_every_entry_fits_its_card(card: Card, kernel: str, D: int) -> None:
     assert first.num_warps * card.warp_size <= 1024
 
 
-def launches(target: str, D: int) -> dict[str, Launch]:
-    x, rows = torch.zeros(1, 1, 256, D, dtype=torch.float16), torch.zeros(3, 1, 256)
+def launches(target: str, D: int, dtype: torch.dtype = torch.float16, precision: str = "ieee") -> dict[str, Launch]:
+    x, rows = torch.zeros(1, 1, 256, D, dtype=dtype), torch.zeros(3, 1, 256)
     problem, saved = make_problem(x, x, x, make_spec(causal=True)), Saved(x, *rows.unsqueeze(1))
-    plan = forward_plan(x, x, x, saved, problem, target, "ieee")
-    plan += backward_plan(x, x, x, x, None, saved, rows, Grads(x, x, x), problem, target, "ieee")
+    plan = forward_plan(x, x, x, saved, problem, target, precision)
+    plan += backward_plan(x, x, x, x, None, saved, rows, Grads(x, x, x), problem, target, precision)
     return {launch.name: launch for launch in plan}
 
 
@@ -76,6 +81,37 @@ def test_the_formula_bounds_what_the_compiler_takes(target: str, kernel: str) ->
     launch = launches(target, 64)[kernel]
     taken = compiled(launch, gpu_target(target)).metadata.shared
     assert 0 < taken <= shared_memory(kernel, CARDS[target], launch.config, 64, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "kernel", "D"),
+    [(card, kernel, D) for card in ("sm_80", "sm_90") for kernel in ("forward", "dkdv", "dq") for D in (32, 64) if
+     three_products(card, D)],
+)  # fmt: skip
+def test_three_products_spill_nothing_and_fit(target: str, kernel: str, D: int) -> None:
+    """Where they are the default: the stack of a kernel is what its registers cannot hold."""
+    launch = launches(target, D, torch.float32, "tf32x3")[kernel]
+    found = compile_launch(launch, make_problem(*[torch.zeros(1, 1, 256, D)] * 3, make_spec(causal=True)), target, {})
+    assert machine_code(found, target).spill_stores == 0
+    assert 0 < found.kernel.metadata.shared <= shared_memory(kernel, CARDS[target], launch.config, D, 4, "tf32x3")
+
+
+STATED = [
+    pytest.param(kernel, D, variant, id=f"{kernel} D={D} {variant}", marks=[pytest.mark.slow] * ((D, variant) != (64, "causal")))
+    for (kernel, D), variant in itertools.product(
+        itertools.product(("forward", "dkdv", "dq"), (32, 64, 128)), ("causal", "window", "gqa", "sinks")
+    )
+]
+
+
+@pytest.mark.parametrize(("kernel", "D", "variant"), STATED)
+def test_as_many_programs_fit_hopper_as_an_entry_states_and_none_spills(kernel: str, D: int, variant: str) -> None:
+    row = next(x for x in count("sm_90", D, "bf16", variant, 1024) if x.kernel == kernel)
+    assert row.config is not None and row.code is not None
+    assert row.code.ctas_per_sm >= row.config.programs > 0
+    at_most = 4 if (kernel, D) == ("dkdv", 32) else 0  # a register or two, which cost less than a fourth program less
+    assert row.code.spills_in_loops <= at_most
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
@@ -123,12 +159,12 @@ def test_tilings_do_not_depend_on_lengths_on_a_gpu(target: str) -> None:
 def test_entries_of_a_kind_fit_every_card_of_their_family() -> None:
     for (kernel, row, kind), tiles in SPECIAL.items():
         assert kind in KINDS and kind != "plain" and (kernel, row) in HALF
-        itemsize = 4 if kind in ("ieee", "tf32") else 2
+        itemsize = 4 if kind in ("ieee", "tf32", "tf32x3") else 2
         for D, config in tiles.items():
             for card in CARDS.values():
                 if family(card.target) == row:
                     assert candidates(kernel, card.target, D, itemsize, 1024, 1024, kind)[0] == config
-                    assert shared_memory(kernel, card, config, D, itemsize) <= card.shared_per_cta
+                    assert shared_memory(kernel, card, config, D, itemsize, kind) <= card.shared_per_cta
 
 
 def test_a_kind_without_an_entry_takes_the_table() -> None:

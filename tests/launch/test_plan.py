@@ -172,7 +172,8 @@ def attention_of(
         ({"softcap": 1.0}, {"bias": torch.zeros(8, 8)}, False),
         ({}, {"bias": torch.zeros(8, 8)}, False),
         ({}, {"keep": torch.ones(8, 8, dtype=torch.bool)}, False),
-        ({}, {"alibi": torch.zeros(2)}, False),
+        ({}, {"alibi": torch.zeros(2)}, True),
+        ({"softcap": 1.0}, {"alibi": torch.zeros(2)}, False),
         ({}, {"score": Score(None, torch_fn=None)}, True),
         ({}, {"score": Score(len)}, False),
         ({}, {"mask": Mask(len)}, False),
@@ -193,6 +194,39 @@ def test_types_of_sums_numbers_and_products(dtype: torch.dtype) -> None:
     assert what.scale_log2 == pytest.approx(of_a_cap * np.log2(np.e), rel=1e-15)
     assert attention_of(dtype, scale=0.3).scale_log2 == pytest.approx(0.3 * np.log2(np.e), rel=1e-15)
     assert accumulator(dtype) == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("target", "D", "setting", "precise", "how"),
+    [
+        ("sm_90", 64, "fastest", False, "tf32x3"),
+        ("sm_80", 16, "fastest", False, "tf32x3"),
+        ("sm_90", 65, "fastest", False, "ieee"),
+        ("sm_89", 64, "fastest", False, "ieee"),
+        ("gfx942", 64, "fastest", False, "ieee"),
+        ("interpreter", 64, "fastest", False, "ieee"),
+        ("sm_89", 256, "tf32x3", False, "tf32x3"),
+        ("sm_90", 64, "ieee", False, "ieee"),
+        ("sm_90", 64, "tf32", False, "tf32"),
+        ("sm_90", 64, "tf32x3", True, "ieee"),
+        ("sm_90", 64, "fastest", True, "ieee"),
+    ],
+)
+def test_how_fp32_is_multiplied(target: str, D: int, setting: str, precise: bool, how: str) -> None:
+    for dtype, wanted in ((torch.float32, how), (torch.bfloat16, "ieee"), (torch.float64, "ieee")):
+        q = torch.zeros(1, 1, 8, D, dtype=dtype)
+        assert plan.products(make_problem(q, q, q, make_spec(precise=precise)), target, setting) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_only_half_precision_may_be_rounded_as_one(dtype: torch.dtype) -> None:
+    q, rows = torch.zeros(1, 1, 8, 16, dtype=dtype), torch.zeros(3, 1, 1, 128)
+    problem, saved = make_problem(q, q, q, make_spec()), Saved(q, *torch.zeros(3, 1, 1, 8))
+    launches = plan.forward_plan(q, q, q, saved, problem, "sm_80", "ieee")
+    launches += backward_plan(q, q, q, q, None, saved, rows, Grads(q, q, q), problem, "sm_80", "ieee")
+    parts = (torch.zeros(2, 1, 1, 8, 16), torch.zeros(2, 1, 1, 8))
+    launches += plan.decode_plan(q, q, q, None, parts, q, saved.lse, problem, "sm_80", "ieee")
+    assert [launch.fusible for launch in launches] == [dtype.itemsize == 2] * 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
