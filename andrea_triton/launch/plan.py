@@ -175,10 +175,12 @@ def attention(problem: Problem, precision: str, target: str) -> Attention:
 
 
 def tanh(problem: Problem, target: str) -> str:
-    """How a softcap's tanh is made: as exactly as the dtype can show it."""
+    """How a softcap's tanh is made: as exactly as the dtype can show it; in bf16 by the GPU's instruction, but where `precise` is
+    asked for."""
     if problem.dtype.itemsize > 2:
         return "fraction"
-    return "instruction" if problem.dtype == torch.bfloat16 and target.startswith("sm_") else "exp2"
+    rough = problem.dtype == torch.bfloat16 and not problem.spec.precise and target.startswith("sm_")
+    return "instruction" if rough else "exp2"
 
 
 def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, target: str, **constexprs: int) -> Launch:

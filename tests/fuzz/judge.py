@@ -37,7 +37,11 @@ def small_tiles() -> Iterator[None]:
     """The interpreter takes tiles of 16 x 16, so that short lengths walk every loop; in memory that starts as NaN."""
 
     def execute(
-        work: launcher.Work, given: launcher.Tensors, problem: Problem, backend: str, wanted: launcher.Wanted = ()
+        work: launcher.Work,
+        given: launcher.Tensors,
+        problem: Problem,
+        backend: str,
+        wanted: launcher.Wanted = (),
     ) -> list[Any]:
         given = tuple(None if t is None else unit_stride(t) for t in given)
         rooms = work.rooms(given, problem, wanted)
