@@ -225,7 +225,7 @@ def test_only_half_precision_may_be_rounded_as_one(dtype: torch.dtype) -> None:
     launches = plan.forward_plan(q, q, q, saved, problem, "sm_80", "ieee")
     launches += backward_plan(q, q, q, q, None, saved, rows, Grads(q, q, q), problem, "sm_80", "ieee")
     parts = (torch.zeros(2, 1, 1, 8, 16), torch.zeros(2, 1, 1, 8))
-    launches += plan.decode_plan(q, q, q, None, parts, q, saved.lse, problem, "sm_80", "ieee")
+    launches += plan.decode_plan(q, q, q, None, None, parts, q, saved.lse, 512, problem, "sm_80", "ieee")
     assert [launch.fusible for launch in launches] == [dtype.itemsize == 2] * 6
 
 
@@ -248,6 +248,8 @@ def test_the_largest_caps_have_finite_multiples_and_reciprocals(dtype: torch.dty
 )  # fmt: skip
 def test_how_tanh_is_made_follows_dtype_and_target(dtype: torch.dtype, target: str, how: str) -> None:
     assert attention_of(dtype, target=target, softcap=2.0).tanh.value == how
+    if how == "instruction":
+        assert attention_of(dtype, target=target, softcap=2.0, precise=True).tanh.value == "exp2"
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63)])
