@@ -126,11 +126,12 @@ def partial_backward(
 
 
 def run_decode(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, int] | None, splits: int, backend: str
-) -> tuple[Tensor, Tensor]:
-    """out, lse over a cache, by the decode kernels. pages: the page table and the rows of a page."""
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, int] | None, tree: Tensor | None, split_size: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out, lse over a cache, by the decode kernels. pages: the page table and the rows of a page. tree: bool (B, HQ, M, M)."""
     run = launcher()
-    return run.decode(q, k, v, None if pages is None else run.Pages(*pages), splits, problem, backend)
+    return run.decode(q, k, v, None if pages is None else run.Pages(*pages), tree, split_size, problem, backend)
 
 
 def run_statistics(problem: Problem, q: Tensor, k: Tensor, lse: Tensor, backend: str) -> tuple[Tensor, Tensor]:

@@ -73,11 +73,10 @@ def statistics_count(lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_
     return 2 * pairs(q, k, v, *rest) * q.shape[-1]
 
 
-def decode_count(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Any, slopes: Any, sinks: Any, left: int | None,
-                 right: int | None, *_: Any, out_val: Any = None) -> int:  # fmt: skip
+def decode_count(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Any, capacity: int, alibi: Any, sinks: Any, bias: Any,
+                 keep: Any, tree: Any, left: int | None, right: int | None, *_: Any, out_val: Any = None) -> int:  # fmt: skip
     """Operations of a decoding step: of each sequence the keys that it holds, all that fit where nobody knows how many."""
-    M, capacity = q.shape[2], k.shape[2] * (1 if table is None else table.shape[1])
-    total = 0
+    M, total = q.shape[2], 0
     for n in lengths.tolist() if readable(lengths) else [capacity] * q.shape[0]:
         seen = M * n if right is None else below(M, n, n - M + right + 1)
         total += seen if left is None else seen - below(M, n, n - M - left)

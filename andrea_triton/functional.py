@@ -90,12 +90,13 @@ def attention(
     plain = bias is alibi is sinks is key_lengths is seed is None and score is None and mask is None
     if not plain:
         bias, sinks = cast_alike(bias, q), cast_alike(sinks, q)
-    problem = _plain(q, k, v, settings) if plain else make_problem(
+    captured = ops.traced(q)
+    problem = _plain(q, k, v, settings) if plain and not captured else make_problem(
         q, k, v, _spec(settings), bias=bias, alibi=alibi, sinks=sinks, key_lengths=key_lengths, score=score, mask=mask,
         seed=seed, validate=validate,
     )  # fmt: skip
     chosen = _backend(backend, q)
-    out, lse = ops.attend(problem, q, k, v, bias, sinks, chosen, with_lse=return_lse or return_stats)
+    out, lse = ops.attend(problem, q, k, v, bias, sinks, chosen, with_lse=return_lse or return_stats, captured=captured)
     return _results(problem, q, k, v, out, lse, bias, (return_lse, return_stats), chosen)
 
 
@@ -308,8 +309,11 @@ _problems = Memory()
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
-    """The problem of a call without further tensors, checked once for all calls with such tensors and settings."""
-    if ops.traced(q) or type(k) not in ops.PLAIN or type(v) not in ops.PLAIN or _lazy(q) or _lazy(k) or _lazy(v):
+    """The problem of a call that is not traced and has no further tensors, checked once for all calls like it."""
+    if (
+        type(k) not in ops.PLAIN or type(v) not in ops.PLAIN or q.is_neg() or k.is_neg() or v.is_neg()
+        or q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor()
+    ):  # fmt: skip
         return make_problem(q, k, v, _spec(settings))
     try:
         sizes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.layout, k.layout, v.layout, q.device, k.device, v.device)
@@ -318,11 +322,6 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Problem:
     except (TypeError, RuntimeError):  # no hash: a list, or a setting of the wrong kind; no shape: a nested tensor
         return make_problem(q, k, v, _spec(settings))
     return problem or _problems.keep(key, make_problem(q, k, v, _spec(settings)))
-
-
-def _lazy(t: Tensor) -> bool:
-    """Whether a tensor's memory is not what it holds."""
-    return t.is_neg() or t._is_zerotensor()
 
 
 def _spec(settings: Settings) -> AttentionSpec:

@@ -36,8 +36,10 @@ class Attend(torch.autograd.Function):
         emptied, sides = (problem, ()) if problem.plain else problem.emptied()
         ctx.save_for_backward(q, k, v, *saved, *learned, *sides)
         ctx.problem, ctx.backend, ctx.plain = emptied, backend, problem.plain
+        if not with_lse:
+            return saved[0]
         ctx.set_materialize_grads(False)
-        return (saved[0], saved[1]) if with_lse else saved[0]
+        return saved[0], saved[1]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -59,6 +61,11 @@ class Attend(torch.autograd.Function):
             None if not w else torch.zeros_like(t) if g is None else g for g, t, w in zip(grads, inputs, wanted, strict=True)
         ]
         return (*found[:3], None, None, None, *found[3 : len(needs) - 3])
+
+
+# Function.apply without what it asks of every argument, in Python: whether it is left over from a transform that has ended.
+_apply: Any = super(torch.autograd.Function, Attend).apply
+leftover = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def indirect_backward(
@@ -301,11 +308,11 @@ def distinct(tensors: tuple[Tensor | None, ...]) -> list[Any]:
 
 def attend(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, backend: str, *,
-    with_lse: bool = True,
+    with_lse: bool = True, captured: bool | None = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """out, lse of a problem by a backend. bias in the caller's own shape; problem.extras holds its broadcast view; without
-    with_lse lse may be None, which spares autograd an output. Forward-mode derivatives go through the dense reference: O(M N)
-    memory."""
+    with_lse lse may be None, which spares autograd an output; captured: traced(q), where it is known. Forward-mode derivatives
+    go through the dense reference: O(M N) memory."""
     if backend == "reference":
         return reference(problem, q, k, v)
     if torch.autograd.forward_ad._current_level >= 0:
@@ -314,7 +321,7 @@ def attend(
     learned = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any([t is not None and t.requires_grad for t in (bias, sinks)])
     )
-    if score is None and mask is None and traced(q):
+    if score is None and mask is None and (traced(q) if captured is None else captured):
         if not torch.compiler.is_compiling():
             flops.announce()
         tensors, numbers = take_apart(problem, bias, backend)
@@ -329,6 +336,8 @@ def attend(
     if score is not None and score.grad is None and score.torch_fn is None:
         way_out = "give it grad=, its derivative (1 where fn only adds), or torch_fn=, from which autograd finds it"
         raise UnsupportedError("a gradient", "a Score without grad and torch_fn", way_out)
-    more = () if bias is None and sinks is None else (bias, sinks)
-    found: Any = Attend.apply(q, k, v, problem, backend, with_lse, *more)
+    if problem.plain and not (leftover(q) or leftover(k) or leftover(v)):
+        found: Any = _apply(q, k, v, problem, backend, with_lse)
+    else:
+        found = Attend.apply(q, k, v, problem, backend, with_lse, *(() if bias is None and sinks is None else (bias, sinks)))
     return found if with_lse else (found, None)

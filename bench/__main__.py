@@ -32,6 +32,7 @@ examples:
 
 elsewhere:
   python -m bench.host                     Python's own cost of a call, in microseconds
+  python -m bench.decode                   tokens per second of attention over a cache
 
 Results are JSON lines and go, with their plots, to bench/results/local/, which git ignores."""
 
@@ -56,9 +57,13 @@ def make_parser() -> argparse.ArgumentParser:
     plot.add_argument("--out", type=Path, metavar="DIR", help="folder of the plots (default: FILE without its suffix)")
     add_compare(plot)
     gpu = commands.add_parser("gpu", help="correctness, speed, memory, latency and training with ten minutes of one GPU")
-    gpu.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder of the results, written step by step")
+    gpu.add_argument("--out", type=Path, metavar="DIR", default=Path("bench/results/gpu"),
+                     help="folder of the results, written piece by piece (default: bench/results/gpu)")  # fmt: skip
     gpu.add_argument("--minutes", type=float, default=10.0, metavar="N", help="time budget (default: 10)")
     gpu.add_argument("--smoke", action="store_true", help="the whole path on tiny shapes, on a CPU where there is no GPU")
+    gpu.add_argument("--rehearse", action="store_true", help="run nothing: say what would run when, by a model")
+    gpu.add_argument("--cores", type=int, default=16, metavar="N", help="cores that a rehearsal takes for given (16)")
+    gpu.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     static = commands.add_parser("static", help="compile for every card without a GPU, count the machine code, plot it",
                                  description=STATIC)  # fmt: skip
     for name, kind, example in (("targets", str, "sm_80"), ("d", int, "64"), ("dtype", str, "bf16"), ("variant", str, "causal")):
@@ -151,6 +156,14 @@ def measure(options: argparse.Namespace) -> int:
 
 def gpu(options: argparse.Namespace) -> int:
     """The GPU script."""
+    if options.worker:
+        from bench.worker import run_worker
+
+        return run_worker(options.out)
+    if options.rehearse:
+        from bench.rehearsal import rehearse
+
+        return rehearse(options.cores, options.minutes)
     from bench.gpu import run_gpu
 
     return run_gpu(options.out, minutes=options.minutes, smoke=options.smoke)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from andrea_triton import attention, testing, varlen_attention
 from andrea_triton.nn import Andrea, AndreaConfig
-from bench.cases import Case, make_inputs, text_tokens
+from bench.cases import Case, Inputs, text_tokens
 from bench.measure import one_call
 from bench.providers import Provider
 from bench.runner import in_one_line
@@ -34,15 +34,6 @@ def attend_with(backend: str) -> testing.Attend:
         return out, lse
 
     return attend
-
-
-def wrong(case: testing.Case, dtype: torch.dtype, device: str, backend: str) -> str | None:
-    """What is wrong with a backend's results and gradients on a case, or None."""
-    try:
-        testing.check(testing.make_inputs(case, dtype, device), attend_with(backend), case.name)
-    except Exception as error:
-        return in_one_line(error)
-    return None
 
 
 def wall_seconds(call: Callable[[], None], device: str) -> float:
@@ -66,16 +57,17 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def latency(case: Case, provider: Provider) -> dict[str, Any]:
+def latency(case: Case, provider: Provider, inputs: Inputs) -> dict[str, Any]:
     """Seconds of a forward call, eager and replayed from a CUDA graph, and why there is none of either."""
-    found: dict[str, Any] = {"eager_s": None, "graph_s": None, "reason": None}
-    call = one_call(provider.make(case), make_inputs(case), "forward")
+    found: dict[str, Any] = {"eager_s": None, "graph_s": None, "samples": ROUNDS, "reason": None}
     try:
-        found["eager_s"] = wall_seconds(call, case.device)
-        if case.device == "cuda":
-            found["graph_s"] = wall_seconds(captured(call), case.device)
-        else:
-            found["reason"] = "a CPU has no CUDA graphs"
+        with provider.context():
+            call = one_call(provider.make(case), inputs, "forward")
+            found["eager_s"] = wall_seconds(call, case.device)
+            if case.device == "cuda":
+                found["graph_s"] = wall_seconds(captured(call), case.device)
+            else:
+                found["reason"] = "a CPU has no CUDA graphs"
     except Exception as error:
         found["reason"] = in_one_line(error)
     return found

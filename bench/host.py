@@ -104,25 +104,27 @@ def cost(name: str, what: str, task: Callable[[], Any], repeats: int) -> Cost:
     return Cost(name, what, min(times) * 1e6, statistics.median(times) * 1e6, calls)
 
 
-def pretend() -> None:
-    """CPU tensors count as those of an sm_80 card that the stub driver shows."""
+def pretend(card: str) -> None:
+    """CPU tensors count as those of a card that the stub driver shows."""
     from tests.launch import stub_cuda
 
     stub_cuda.pretend()
-    for name, answer in {"_exchange_device": 0, "_maybe_exchange_device": 0}.items():
-        setattr(torch.cuda, name, lambda index, answer=answer: answer)
-    torch.cuda.current_device = lambda: 0
-    target.target_of = lambda device: "sm_80"
+    index = stub_cuda.CAPABILITIES.index((int(card[3]), int(card[4])))
+    torch.cuda._exchange_device(index)
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        setattr(torch.cuda, name, lambda wanted: index)
+    torch.cuda.current_device = lambda: index
+    target.target_of = lambda device: card
     target.default_backend = lambda device: "triton"
-    target.current = lambda device: torch.cuda.device(0)
+    target.current = lambda device: torch.cuda.device(index)
 
 
-def measure(repeats: int) -> list[Cost]:
+def measure(repeats: int, card: str = "sm_80") -> list[Cost]:
     """Every provider's costs."""
     torch.set_num_threads(1)
     stub = STUB in os.environ
     if stub:
-        pretend()
+        pretend(card)
     device, dtype = ("cpu", torch.float32) if stub else ("cuda", torch.float16)
     costs = []
     for name, attend in PROVIDERS.items():
@@ -156,11 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m bench.host", description="Microseconds of Python per attention call.")
     parser.add_argument("--repeats", type=int, default=3000, metavar="N", help="calls that are timed (default: 3000)")
-    repeats = parser.parse_args(arguments).repeats
+    known = "which card the stub driver shows: sm_90 takes tensor descriptors (default: sm_80)"
+    parser.add_argument("--card", default="sm_80", choices=("sm_80", "sm_90"), help=known)
+    asked = parser.parse_args(arguments)
     if STUB not in os.environ and not target.has_gpu():
         return with_stub(arguments)
-    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {'stub driver' if STUB in os.environ else 'GPU'}")
-    print("\n".join(table(measure(repeats))))
+    machine = f"stub driver as {asked.card}" if STUB in os.environ else "GPU"
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {machine}")
+    print("\n".join(table(measure(asked.repeats, asked.card))))
     return 0
 
 

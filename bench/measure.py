@@ -61,7 +61,9 @@ class Judge:
 
     def check(self, provider: Provider) -> dict[str, Check]:
         """Errors of a provider, by tensor, of those that it gives; whatever it raises comes through."""
-        return {name: self._judge(name, got, *self.wanted[name]) for name, got in self._results(provider).items()}
+        with provider.context():
+            found = self._results(provider)
+        return {name: self._judge(name, got, *self.wanted[name]) for name, got in found.items()}
 
     def _results(self, provider: Provider) -> dict[str, Tensor]:
         if provider.missing(self.case, "both") is not None:
@@ -149,24 +151,27 @@ def time_in_turns(
     Returns:
         Samples in seconds per call, by provider name.
     """
-    calls = {provider.name: one_call(provider.make(case), inputs, mode) for provider in providers}
-    compiled = {provider.name for provider in providers if provider.compiled}
+    calls: dict[str, Callable[[], None]] = {}
     counts: dict[str, int] = {}
     samples: dict[str, list[float]] = {}
-    begin = time.perf_counter()
-    for name, call in calls.items():
-        first = seconds(call, 1, case.device)
-        counts_too = first > SLOW_S and name not in compiled
-        samples[name] = [first] if counts_too else []
-        once = first if counts_too else seconds(call, 1, case.device)
-        counts[name] = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
+    context = {provider.name: provider.context for provider in providers}
+    for p in providers:
+        with p.context():
+            calls[p.name] = one_call(p.make(case), inputs, mode)
+            first = seconds(calls[p.name], 1, case.device)
+            counts_too = first > SLOW_S and not p.compiled
+            samples[p.name] = [first] if counts_too else []
+            once = first if counts_too else seconds(calls[p.name], 1, case.device)
+        counts[p.name] = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
+    begin = time.perf_counter()  # who compiles or warms up takes no one's time
     for turn in range(rounds[1]):
         spent = time.perf_counter() - begin
         if spent > (budget_s if turn >= rounds[0] else most_s) and turn > 0:
             break
         for name in sorted(calls, reverse=bool(turn % 2)):
             if len(samples[name]) <= turn:
-                samples[name].append(seconds(calls[name], counts[name], case.device))
+                with context[name]():
+                    samples[name].append(seconds(calls[name], counts[name], case.device))
     return samples
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bench.cases import Case, Mode, make_inputs
+from bench.cases import Case, Inputs, Mode, make_inputs
 from bench.measure import one_call
 from bench.providers import PROVIDERS, Provider
 
@@ -36,21 +36,22 @@ def free_bytes(device: str) -> float:
     return float(sizes["MemAvailable"].split()[0]) * 1024
 
 
-def peak_memory(case: Case, mode: Mode, provider: Provider) -> int:
+def peak_memory(case: Case, mode: Mode, provider: Provider, inputs: Inputs | None = None) -> int:
     """Peak memory in bytes that a call takes beyond its inputs (the backward: beyond what its forward keeps); its results are
-    counted.
+    counted. On a GPU with inputs that are there already; on a CPU a child process makes its own.
 
     Raises:
         RuntimeError: the child process could not do it; the message says why.
     """
     if case.device == "cuda":
-        call = one_call(provider.make(case), make_inputs(case), mode)
-        call()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
+        with provider.context():
+            call = one_call(provider.make(case), inputs or make_inputs(case), mode)
+            call()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            call()
+            torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     receiver, sender = _processes().Pipe(duplex=False)
     child = _processes().Process(target=_child, args=(sender, case, mode, provider.name))
@@ -82,12 +83,13 @@ def _child(sender: Connection, case: Case, mode: Mode, name: str) -> None:
         provider = PROVIDERS[name]
         warm = case if provider.compiled else replace(case, length=32)
         _return_freed_memory()
-        attend = provider.make(warm)
-        one_call(attend, make_inputs(warm), mode)()
-        _return_freed_memory()
-        call = one_call(attend if provider.compiled else provider.make(case), make_inputs(case), mode)
-        before = _restart_peak()
-        call()
+        with provider.context():
+            attend = provider.make(warm)
+            one_call(attend, make_inputs(warm), mode)()
+            _return_freed_memory()
+            call = one_call(attend if provider.compiled else provider.make(case), make_inputs(case), mode)
+            before = _restart_peak()
+            call()
         sender.send(max(0, _peak_bytes() - before))
     except Exception as error:
         sender.send(f"{type(error).__name__}: {error}")

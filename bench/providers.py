@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -45,6 +46,7 @@ class Provider:
         squares: T x T matrices alive at the peak, by mode: a guess of the memory that a case needs.
         missing: why it cannot run a case in a mode, or None.
         compiled: its first call of a shape compiles.
+        context: what its calls run in; entered once, around them all, outside the clock.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Provider:
     squares: dict[Mode, int] | None = None
     missing: Callable[[Case, Mode], str | None] = nothing
     compiled: bool = False
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def needs(self, case: Case, mode: Mode) -> int:
         """Bytes of T x T matrices that this case is expected to take."""
@@ -128,15 +131,9 @@ def flex_missing(case: Case, mode: Mode) -> str | None:
     return no_compiler(case, mode)
 
 
-def make_sdpa(backend: SDPBackend, case: Case) -> Attend:
-    """PyTorch's attention, held to one backend."""
-    grouped = case.heads != case.kv_heads
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-    return attend
+def make_sdpa(case: Case) -> Attend:
+    """PyTorch's attention; its context holds it to one backend."""
+    return cast(Attend, partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=case.heads != case.kv_heads))
 
 
 def sdpa_missing(on_cpu: bool, case: Case, mode: Mode) -> str | None:
@@ -149,9 +146,8 @@ def sdpa_missing(on_cpu: bool, case: Case, mode: Mode) -> str | None:
 def sdpa(name: str, backend: SDPBackend, *, on_cpu: bool = False, squares: dict[Mode, int] | None = None) -> Provider:
     """PyTorch's attention by backend."""
     label = f"torch SDPA, {name}"
-    return Provider(
-        f"sdpa-{name.lower()}", label, partial(make_sdpa, backend), squares=squares, missing=partial(sdpa_missing, on_cpu)
-    )
+    missing, context = partial(sdpa_missing, on_cpu), partial(sdpa_kernel, backend)
+    return Provider(f"sdpa-{name.lower()}", label, make_sdpa, squares=squares, missing=missing, context=context)
 
 
 def make_flash_attn(module: str, case: Case) -> Attend:
@@ -192,7 +188,7 @@ def library(backend: str, label: str) -> Provider:
         )
 
     def missing(case: Case, mode: Mode) -> str | None:
-        fits = backend != ("triton" if case.device == "cpu" else "interpreter")
+        fits = (backend == "triton") == (case.device != "cpu")
         return None if fits else f"this backend is not for {case.device} tensors"
 
     return Provider(f"andrea-{backend}", label, make, make_lse, missing=missing)

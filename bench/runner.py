@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -56,10 +56,10 @@ def in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
-def memory(case: Case, mode: Mode, provider: Provider) -> Record:
+def memory(case: Case, mode: Mode, provider: Provider, inputs: Inputs | None = None) -> Record:
     """The memory record of a provider, or why there is none."""
     try:
-        peak = peak_memory(case, mode, provider)
+        peak = peak_memory(case, mode, provider, inputs)
     except (RuntimeError, torch.OutOfMemoryError) as error:
         return Record("left out", case, provider.name, provider.label, mode, reason=f"memory: {in_one_line(error)}")
     return Record("memory", case, provider.name, provider.label, mode, (float(peak),))
@@ -109,13 +109,13 @@ class Runner:
         self.records.append(replace(record, environment=self.where, sweep=self.job.sweep))
         self.keep(self.records[-1])
 
-    def check(self) -> None:
-        """Judge each provider on each check; remember who failed and why."""
+    def check(self, only: Sequence[str] | None = None) -> None:
+        """Judge each provider, or only some, on each check; remember who failed and why."""
         for case in self.job.checks:
             with self.step(f"accuracy: naive and fp64, {case.dtype}", case):
                 judge = Judge(case)
             for name in (*self.job.checked_only, *self.job.providers):
-                if name == "naive":
+                if name == "naive" or (only is not None and name not in only):
                     continue
                 self.name(f"accuracy: {name}, {case.dtype}")
                 record = check(judge, case, PROVIDERS[name])
@@ -144,21 +144,23 @@ class Runner:
                 with self.step(f"memory: {where}, {mode}", case):
                     for p in providers:
                         if time.monotonic() < self.deadline:
-                            self.add(memory(case, mode, p))
+                            self.add(memory(case, mode, p, inputs))
 
     def time(self, case: Case, mode: Mode, providers: list[Provider], inputs: Inputs) -> None:
         """Times of the providers; one that breaks at this size is left out, and the others start again without it."""
         rounds, budget_s = self.job.rounds, self.job.budget_s
+        taken: dict[str, list[float]] = {}
+        reason = ""
         try:
             taken = time_in_turns(case, mode, providers, inputs=inputs, rounds=rounds, budget_s=budget_s)
-        except Exception as error:
-            if len(providers) > 1:
-                for p in providers:
-                    self.time(case, mode, [p], inputs)
-            elif providers:
-                self.leave_out(case, mode, providers[0], in_one_line(error))
-            return
-        for p in providers:
+        except Exception as error:  # which keeps the failed call's graph alive, until here
+            reason = in_one_line(error)
+        if reason and len(providers) > 1:
+            for p in providers:
+                self.time(case, mode, [p], inputs)
+        elif reason:
+            self.leave_out(case, mode, providers[0], reason)
+        for p in providers if taken else ():
             self.add(Record("time", case, p.name, p.label, mode, tuple(taken[p.name])))
 
     def ready(self, case: Case, mode: Mode) -> list[Provider]:

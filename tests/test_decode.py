@@ -53,7 +53,7 @@ def test_any_rows_and_pages(backend: str, device: str, HQ: int, HKV: int, M: int
     cache, q = filled([45, 0, 3], HKV, page, D=20, DV=12), torch.randn(3, HQ, M, 20)
     terms = {"sinks": torch.randn(2 * HQ)[::2], "alibi": torch.rand(HQ, 3)[:, 1]}
     for settings, extras in (({}, {}), ({"window": 4, "softcap": 3.0}, terms)):
-        got = decode_attention(q, cache, **settings, **extras, splits=2, return_lse=True, backend=backend)
+        got = decode_attention(q, cache, **settings, **extras, split_size=16, return_lse=True, backend=backend)
         judge(got, q, cache, settings, extras)
 
 
@@ -74,7 +74,7 @@ def test_prefill_in_chunks(backend: str, device: str) -> None:
     if device != "cpu":
         pytest.skip("the caches lie on the CPU")
     cache, q = filled([150, 90], 1, 16), torch.randn(2, 2, 70, 8)
-    judge(decode_attention(q, cache, splits=1, return_lse=True, backend=backend), q, cache, {}, {})
+    judge(decode_attention(q, cache, split_size=512, return_lse=True, backend=backend), q, cache, {}, {})
 
 
 def test_strides_of_lengths_tables_and_terms(backend: str, device: str) -> None:
@@ -208,8 +208,9 @@ def test_one_compile_for_200_tokens(page: int | None) -> None:
         return torch._inductor.compile(graph, inputs)
 
     compiled: Any = torch.compile(model, backend=counting, fullgraph=True)
-    prompts, tokens = torch.tensor([[1], [2]]), {}
+    tokens = {}
     with torch.inference_mode():
+        prompts = torch.tensor([[1], [2]])
         for name, step in (("eager", model), ("compiled", compiled)):
             caches, token, seen = model.new_caches(2, page_size=page), prompts, []
             for cache in caches:

@@ -103,7 +103,7 @@ def decoding(edge: Edge, dtype: torch.dtype) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("andrea_triton.launch.run.allocate", lambda shape, dtype, device, *_: fence.empty(tuple(shape), dtype))
         q = fence.copy(torch.randn(2, 4, 3, 24).to(dtype))
-        got = decode_attention(q, cache, splits=2, backend="interpreter")
+        got = decode_attention(q, cache, split_size=16, backend="interpreter")
     wanted = decode_attention(q, cache, backend="reference")
     torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
 

@@ -356,3 +356,18 @@ def test_retained_graphs_and_accumulated_gradients() -> None:
         torch.autograd.backward((out, lse), (inputs.dout, inputs.dlse), retain_graph=True)
     exact, eager = run(cast(inputs, F64), attend_reference), run(inputs, attend_reference)
     assert_accurate(leaves[0].grad, 2 * eager.dq, 2 * exact.dq, F32, "dq twice")
+
+
+def test_a_tensor_left_over_from_a_transform_counts_as_what_it_held(backend: str, device: str) -> None:
+    leaked: list[Tensor] = []
+
+    def leaking(x: Tensor) -> Tensor:
+        leaked.append(x)
+        return x.sum()
+
+    q, k, v = (torch.randn(1, 2, 5, 8, device=device) for _ in range(3))
+    torch.func.grad(leaking)(q)
+    k.requires_grad_()
+    (got,) = torch.autograd.grad(attention(leaked[0], k, v, backend=backend).sum(), k)
+    (wanted,) = torch.autograd.grad(attention(q, k, v, backend=backend).sum(), k)
+    assert torch.equal(got, wanted)

@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help=f"any of {', '.join(VARIANTS)}; default: causal")  # fmt: skip
     parser.add_argument("--l2", type=float, metavar="BYTES", help="bytes a clock from L2, in place of the table's guess")
     parser.add_argument("--seed", type=int, default=1, help="of the chance in the simulation (1)")
-    asked = parser.parse_args(argv)
+    asked = parser.parse_intermixed_args(argv)
     clocks = CLOCKS[asked.target] if asked.l2 is None else CLOCKS[asked.target]._replace(l2=asked.l2)
     setting, failed = Setting(clocks, VARIANTS[asked.variant].causal, asked.seed), False
     for name, config in asked.tiles:

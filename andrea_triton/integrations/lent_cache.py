@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, PagedKVCache
-from ..decode import decode_attention
+from ..decode import SPLIT_SIZE, decode_attention
 from ..errors import ShapeError, UnsupportedError
 from ..functional import varlen_attention
 
@@ -65,8 +65,9 @@ class LentPages(PagedKVCache):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, pages: Tensor | None, left_pad: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, pages: Tensor | None, left_pad: Tensor | None, settings: Settings,
+    splits: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of (B, M, HQ, D) queries to what a cache holds: by the kernels for few queries, or those for packed sequences.
 
     Args:
@@ -77,13 +78,16 @@ def attend(
         pages: (B, pages of a sequence) int32, or None.
         left_pad: (B,) int32 keys at the front that nobody sees, or None.
         settings: of the scores.
+        splits: parts that the keys are split into, where there is room for as many; 0 means parts of the library's size. A left
+            pad has no parts.
 
     Returns:
         out (B, HQ, M, DV) and lse (B, HQ, M).
     """
     if left_pad is None:
         cache = LentCache(k[: q.shape[0]], v[: q.shape[0]], lengths) if pages is None else LentPages(k, v, lengths, pages)
-        out, lse = decode_attention(q.transpose(1, 2), cache, **settings._asdict(), return_lse=True)
+        size = -(-cache.capacity // (16 * splits)) * 16 if splits and cache.capacity else SPLIT_SIZE
+        out, lse = decode_attention(q.transpose(1, 2), cache, **settings._asdict(), return_lse=True, split_size=size)
         return out, lse
     return _attend_packed(q, k, v, left_pad, lengths, pages, settings)
 

@@ -93,16 +93,15 @@ def over_queries(dk, dv, k_tile, v_tile, n, queries, b, h, seq, span, attention,
     registers."""
     rows, base = queries.rows, queries.base
     BLOCK_N: tl.constexpr = k_tile.shape[0]
-    k_pos = n + tl.arange(0, BLOCK_N)[:, None]
     CHECK: tl.constexpr = PART != FULL
     first, last = bounds(span, BLOCK_M, PART, True)
     for i in tl.range(first, last, BLOCK_M, disable_licm=LEAN):
         m, edge = block_at(span, i, BLOCK_M, PART, True)
-        q_pos = (seq.q_start + m + tl.arange(0, BLOCK_M))[None, :]
+        q_pos, k_pos = (seq.q_start + m + tl.arange(0, BLOCK_M))[None, :], (n + tl.arange(0, BLOCK_N))[:, None]
         q_tile = load_tile(queries.q, m, seq.M, BLOCK_M, k_tile.shape[1], attention.D, CHECK)
         pivot = load_rows(rows.pivot, base, m, BLOCK_M)[None, :]
         norm = None if rows.norm is None else load_rows(rows.norm, base, m, BLOCK_M)[None, :]
-        st, capped = logits_tile(k_tile, q_tile, q_pos, k_pos, b, h, seq, attention, edge)
+        st, capped = logits_tile(k_tile, q_tile, q_pos, k_pos, seq.q_start + m, b, h, seq, attention, edge)
         pt = probs_tile(st, pivot, norm, attention)
         weight = steep(pt, capped, attention)
         do_tile = load_tile(queries.do, m, seq.M, BLOCK_M, v_tile.shape[1], attention.DV, CHECK)
@@ -160,10 +159,10 @@ def dkdv(q, k, v, do, rows, dk_out, dv_out, attention, GROUP: tl.constexpr, BLOC
 
 
 @triton.jit
-def dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention,
+def dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, n, pivot, norm, total, b, h, seq, attention,
                  edge, CAP: tl.constexpr):  # fmt: skip
     """(d loss / d logits [BLOCK_M, BLOCK_N], capped) of one tile, queries along the rows. CAP: of what enters the softcap."""
-    s, capped = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, edge)
+    s, capped = logits_tile(q_tile, k_tile, q_pos, k_pos, n, b, h, seq, attention, edge)
     p = probs_tile(s, pivot, norm, attention)
     weight = steep(p, capped, attention) if CAP else p
     dp = product(do_tile, tl.trans(v_tile), tl.zeros(s.shape, attention.acc), attention.precision)
@@ -182,7 +181,7 @@ def over_keys(dq, q_tile, do_tile, q_pos, k, v, pivot, norm, total, b, h, seq, s
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, do_tile.shape[1], attention.DV, CHECK)
         ds, capped = dlogits_tile(
-            q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, edge, True
+            q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, n, pivot, norm, total, b, h, seq, attention, edge, True
         )
         ds = score_grad(ds, capped, b, h, q_pos, k_pos, seq, attention.terms)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, attention.precision)

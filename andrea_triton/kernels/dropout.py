@@ -20,9 +20,10 @@ class Dropout(NamedTuple):
 def philox(c0, c1, key):
     """First word of Philox2x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC11)."""
     for _ in tl.static_range(10):
-        low = c0 * 0xD256D193
-        c0 = tl.umulhi(c0, 0xD256D193) ^ key ^ c1
-        c1 = low
+        # One product of 64 bits: a high and a low half, each by itself, would cost two.
+        wide = c0.to(tl.uint64) * 0xD256D193
+        c0 = (wide >> 32).to(tl.uint32) ^ key ^ c1
+        c1 = wide.to(tl.uint32)
         key += 0x9E3779B9
     return c0
 
@@ -36,4 +37,4 @@ def kept(dropout, b, h, heads, q_pos, k_pos):
     key = philox((b * heads + h).to(tl.uint32), (seed >> 32).to(tl.uint32), seed.to(tl.uint32))
     zero = (q_pos + k_pos) * 0
     word = philox((q_pos + zero).to(tl.uint32), (k_pos + zero).to(tl.uint32), key)
-    return word.to(tl.int64) >= dropout.threshold
+    return word >= dropout.threshold.to(tl.uint32)

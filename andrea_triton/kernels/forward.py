@@ -33,7 +33,7 @@ def attend(state, q_tile, q_at, k, v, b, h, seq, span, attention, BLOCK_N: tl.co
         k_pos = n + tl.arange(0, BLOCK_N)
         q_pos = q_at + tl.arange(0, q_tile.shape[0]) if PART == ALL else q_at
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, CHECK)
-        s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], b, h, seq, attention, edge)
+        s, _ = logits_tile(q_tile, k_tile, q_pos[:, None], k_pos[None, :], n, b, h, seq, attention, edge)
         v_tile = load_tile(v, n, seq.N, BLOCK_N, state.acc.shape[1], attention.DV, CHECK)
         p, row_max, alpha = step(state, s, attention.scale_log2, attention.exact)
         w = drop(p, q_pos[:, None], k_pos[None, :], b, h, attention).to(v_tile.dtype)

@@ -17,7 +17,7 @@ def survey(top, entropy, q_tile, q_pos, k, lse, b, h, seq, span, attention, BLOC
         n, edge = block_at(span, i, BLOCK_N, PART, attention.band.left is not None)
         k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
         k_tile = load_tile(k, n, seq.N, BLOCK_N, q_tile.shape[1], attention.D, PART != FULL)
-        s, _ = logits_tile(q_tile, k_tile, q_pos, k_pos, b, h, seq, attention, edge)
+        s, _ = logits_tile(q_tile, k_tile, q_pos, k_pos, n, b, h, seq, attention, edge)
         if not attention.exact:
             s *= attention.scale if attention.terms.cap is None else attention.terms.cap
         log_p = s - lse

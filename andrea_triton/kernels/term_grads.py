@@ -25,7 +25,7 @@ def dbias_tile(q, k, v, do, rows, b, h, m, n, seq, attention, BLOCK_M: tl.conste
     total = load_rows(rows.delta, base, m, BLOCK_M)[:, None]
     q_pos = (seq.q_start + m + tl.arange(0, BLOCK_M))[:, None]
     k_pos = (n + tl.arange(0, BLOCK_N))[None, :]
-    ds, _ = dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, pivot, norm, total, b, h, seq, attention, True, False)
+    ds, _ = dlogits_tile(q_tile, k_tile, v_tile, do_tile, q_pos, k_pos, n, pivot, norm, total, b, h, seq, attention, True, False)
     return ds
 
 

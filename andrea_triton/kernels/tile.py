@@ -8,7 +8,7 @@ import triton.language as tl
 from andrea_triton.kernels.bands import visible
 from andrea_triton.kernels.dropout import kept
 from andrea_triton.kernels.numerics import product, tanh
-from andrea_triton.kernels.scores import cap_slope, logits
+from andrea_triton.kernels.scores import cap_slope, logits, read_matrix, sloped
 from andrea_triton.kernels.softmax import exponent
 
 
@@ -32,16 +32,22 @@ class Attention(NamedTuple):
 
 
 @triton.jit
-def logits_tile(x, y, q_pos, k_pos, b, h, seq, attention, edge):
+def logits_tile(x, y, q_pos, k_pos, first, b, h, seq, attention, edge):
     """(logits, capped) of one tile: x y^T, terms, and at an edge the band. x, y = q, k gives [BLOCK_M, BLOCK_N]; k, q gives its
-    transpose. Where attention.exact is False there is no term but a cap, and both are products, or tanh of scaled ones, that
-    nobody has multiplied by attention.scale_log2 yet."""
+    transpose. The columns' positions begin at `first`. Where attention.exact is False there is no term but a cap or ALiBi, and
+    both are products, or tanh of scaled ones, that nobody has multiplied by attention.scale_log2 yet."""
+    terms = attention.terms
+    bias = None if terms.bias is None else read_matrix(terms.bias, b, h, q_pos, k_pos, seq)
+    keep = None if terms.keep is None else read_matrix(terms.keep, b, h, q_pos, k_pos, seq)
     s = product(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], attention.acc), attention.precision, q_pos.shape[0] == 1)
     if not attention.exact and attention.terms.cap is not None:
         s = tanh(s, attention.scale / attention.terms.cap, attention.tanh)
+    if not attention.exact and attention.terms.slopes is not None:
+        slope = tl.load(attention.terms.slopes + b * attention.terms.slopes_stride + h)
+        s = sloped(s, q_pos, k_pos, first, attention.scale, slope)
     capped = s
     if attention.exact:
-        s, capped = logits(s * attention.scale, b, h, q_pos, k_pos, seq, attention.terms, attention.tanh)
+        s, capped = logits(s * attention.scale, bias, keep, b, h, q_pos, k_pos, first, seq, attention.terms, attention.tanh)
     if edge:
         s = tl.where(visible(attention.band, q_pos, k_pos, seq.N), s, float("-inf"))
     return s, capped if attention.exact else s
@@ -68,4 +74,4 @@ def drop(x, q_pos, k_pos, b, h, attention):
         return x
     else:
         keep = kept(attention.dropout, b, h, attention.sizes.heads, q_pos, k_pos)
-        return tl.where(keep, x * attention.dropout.inverse, 0.0)
+        return tl.where(keep, x, 0.0) * attention.dropout.inverse

@@ -109,7 +109,7 @@ def box_of(descriptor: TensorDescriptor, place: int, how: Any) -> Box:
 
 
 def tensor_map(box: Box, address: int) -> Any:
-    """The map of a tensor at an address, as the driver encodes it: made once, for that takes longer than the start of a kernel."""
+    """The map of a tensor at an address, as the driver encodes it: made once, for that takes longer than a kernel's start."""
     return box.maps.get(address) or box.maps.keep(address, _encoded(box._replace(base=Address(address))))
 
 
@@ -121,8 +121,8 @@ def _encoded(box: Box) -> Any:
 
 
 def take_over(kernel: Any) -> list[Any]:
-    """Of a compiled kernel that is not loaded yet: let its launcher take descriptors encoded, each with its sizes and strides after
-    it, rather than encode them at every start. Returns `how` of each descriptor's Box."""
+    """Of a compiled kernel that is not loaded yet: let its launcher take descriptors encoded, each with its sizes and strides
+    after it, rather than encode them at every start. Returns `how` of each descriptor's Box."""
     hows = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
     if hows:
         types: list[str] = []

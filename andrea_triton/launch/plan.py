@@ -142,9 +142,10 @@ def attention(problem: Problem, precision: str, target: str) -> Attention:
         reason = f"their tiles hold 1 to {MAX_HEAD_DIM}; use more heads of fewer features, or backend='torch', which takes any"
         raise UnsupportedError(f"head dims {problem.D} (q, k) and {problem.DV} (v)", "the kernels", reason)
     extras, parts = problem.extras, terms(problem)
-    made, cap = (parts.score, parts.slopes, parts.bias, parts.keep, parts.mask), problem.spec.softcap
+    made, cap = (parts.score, parts.bias, parts.keep, parts.mask), problem.spec.softcap
     scaled = problem.scale if cap is None else min(cap, LARGEST_CAP)
     bare = problem.dtype.itemsize == 2 and scaled > 0 and all(x is None for x in made)
+    bare = bare and (cap is None or parts.slopes is None)
     sizes = Sizes(
         problem.M,
         problem.N,
@@ -174,10 +175,12 @@ def attention(problem: Problem, precision: str, target: str) -> Attention:
 
 
 def tanh(problem: Problem, target: str) -> str:
-    """How a softcap's tanh is made: as exactly as the dtype can show it."""
+    """How a softcap's tanh is made: as exactly as the dtype can show it; in bf16 by the GPU's instruction, but where `precise` is
+    asked for."""
     if problem.dtype.itemsize > 2:
         return "fraction"
-    return "instruction" if problem.dtype == torch.bfloat16 and target.startswith("sm_") else "exp2"
+    rough = problem.dtype == torch.bfloat16 and not problem.spec.precise and target.startswith("sm_")
+    return "instruction" if rough else "exp2"
 
 
 def launch(name: str, kernel: Any, args: tuple[Any, ...], problem: Problem, target: str, **constexprs: int) -> Launch:
@@ -270,33 +273,30 @@ class Pages(NamedTuple):
 
 
 def decode_plan(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor,
-    problem: Problem, target: str, precision: str,
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, tree: Tensor | None, parts: tuple[Tensor, Tensor], out: Tensor,
+    lse: Tensor, split_size: int, problem: Problem, target: str, precision: str,
 ) -> list[Launch]:  # fmt: skip
-    """The launches that fill out and lse over a cache; parts [splits, ...] hold the attention over each part of the keys."""
+    """The launches that fill out and lse over a cache; parts [parts, ...] hold the attention over each part of the keys."""
     common = attention(problem, precision, target)
     common = common._replace(sizes=common.sizes._replace(q_start=None))
+    if tree is not None:
+        common = common._replace(terms=common.terms._replace(tree=matrix(tree.view(torch.uint8))), exact=constant(True))
     table, size = (None, None) if pages is None else pages
-    splits = parts[0].shape[0]
-    tilings = decode_tilings(problem, size)
+    tilings = decode_tilings(problem, split_size)
     whole = size is None or size % tilings[0].BLOCK_N == 0
-    args = (view(q, False), view(k, False), view(v, False), table, size, *parts, common)
-    sides = {"SPLITS": splits, "WHOLE": whole}
-    merged = (*parts, problem.extras.sinks, view(out, False), lse, common)
+    args = (view(q, False), view(k, False), view(v, False), table, size, *parts, common, split_size)
+    merged = (*parts, problem.extras.sinks, view(out, False), lse, common, split_size)
     few, fusible = (Config(16, 1),), problem.dtype.itemsize == 2
-    launches = (Launch("decode", decode.decode, args, sides, (0, 0), tilings[0], tilings, fusible=fusible),
-                Launch("combine", decode.combine, merged, {"SPLITS": splits}, (0, 0), few[0], few, fusible=fusible))  # fmt: skip
+    launches = (Launch("decode", decode.decode, args, {"WHOLE": whole}, (0, 0), tilings[0], tilings, fusible=fusible),
+                Launch("combine", decode.combine, merged, {}, (0, 0), few[0], few, fusible=fusible))  # fmt: skip
     return [tiled(launch, problem, launch.config) for launch in launches]
 
 
-def decode_tilings(problem: Problem, page_size: int | None) -> tuple[Config, ...]:
-    """Tilings of the decode kernel, best first: the rows of a key head in as few blocks as the card's memory lets, and keys that
-    stay in one page where pages are multiples of 16 rows."""
-    rows = max(16, min(128, 1 << (problem.group * problem.M - 1).bit_length()))
-    in_page = 64 if page_size is None else page_size & -page_size
-    keys = min(64, in_page) if in_page >= 16 else 32
-    sizes = dict.fromkeys((min(rows, m), min(keys, n)) for m, n in ((128, 64), (64, 64), (64, 32), (32, 32), (16, 32), (16, 16)))
-    return tuple(Config(m, n, 4, 2) for m, n in sizes)
+def decode_tilings(problem: Problem, split_size: int) -> tuple[Config, ...]:
+    """Tilings of the decode kernel, best first: the rows of a key head in as few blocks as the card's memory lets. Rows give way
+    before keys, so that the tile of keys, on which bits depend, is the same for one query and many."""
+    rows, keys = max(16, min(128, 1 << (problem.group * problem.M - 1).bit_length())), min(64, split_size & -split_size)
+    return tuple(Config(m, n, 4, 2) for n in (64, 32, 16) if n <= keys for m in (128, 64, 32, 16) if m <= rows)
 
 
 def statistics_plan(

@@ -188,30 +188,32 @@ def _statistics_plan(
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, splits: int, problem: Problem, backend: str
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages | None, tree: Tensor | None, split_size: int, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of queries over a cache, its keys in `splits` parts."""
+    """Run the decode kernels: out [B,HQ,M,DV] and lse [B,HQ,M] of queries over a cache, its keys in parts of `split_size`. tree:
+    which of the newest rows sees which, bool [B,HQ,M,M]."""
     table, size = (None, None) if pages is None else pages
-    *_, out, lse = execute(DECODE, (q, k, v, table), problem, backend, (splits, size))
+    *_, out, lse = execute(DECODE, (q, k, v, table, tree), problem, backend, (split_size, size))
     return out, lse
 
 
 def _decode_rooms(given: Tensors, problem: Problem, wanted: Wanted) -> list[Room | None]:
-    acc, shape = accumulator(problem.dtype), (problem.B, problem.HQ, problem.M)
-    parts = [Room((wanted[0], *shape, problem.DV), acc), Room((wanted[0], *shape), acc)]
+    acc, shape, number = accumulator(problem.dtype), (problem.B, problem.HQ, problem.M), -(-problem.N // wanted[0])
+    parts = [Room((number, *shape, problem.DV), acc), Room((number, *shape), acc)]
     return [*parts, room_like(given[0], problem.DV, False, 0), Room(shape, acc)]
 
 
 def _decode_plan(given: Tensors, made: Tensors, problem: Problem, wanted: Wanted, target: str, precision: str) -> list[Launch]:
-    (q, k, v, table), (*parts, out, lse) = given, made
+    (q, k, v, table, tree), (*parts, out, lse) = given, made
     pages = None if table is None else Pages(table, wanted[1])
-    return decode_plan(q, k, v, pages, (parts[0], parts[1]), out, lse, problem, target, precision)
+    halves = parts[0], parts[1]
+    return decode_plan(q, k, v, pages, tree, halves, out, lse, wanted[0], problem, target, precision)
 
 
 FORWARD = Work(_forward_rooms, _forward_plan, strided=3)
 BACKWARD = Work(_backward_rooms, _backward_plan, strided=6)
 STATISTICS = Work(_statistics_rooms, _statistics_plan, strided=2)
-DECODE = Work(_decode_rooms, _decode_plan, strided=4)
+DECODE = Work(_decode_rooms, _decode_plan, strided=5)
 
 _starts = Memory()
 

@@ -138,10 +138,12 @@ def go(starts: Sequence[Start], addresses: tuple[int, ...], problem: Problem) ->
                 if way is None or watched:
                     metadata = kernel.launch_metadata(grid, stream, *arguments) if watched else None
                     kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, metadata, enter, leave, *arguments)
-                elif way.spread:
-                    way.function(*grid, stream, *way.between, *arguments)
+                    continue
+                function, between, spread = way
+                if spread:
+                    function(*grid, stream, *between, *arguments)
                 else:
-                    way.function(*grid, stream, *way.between, arguments)
+                    function(*grid, stream, *between, arguments)
     except (AttributeError, TypeError) as error:
         targets.blame_triton(error)
         raise

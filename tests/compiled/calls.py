@@ -37,7 +37,7 @@ def decode(dtype: torch.dtype, paged: bool) -> Callable[[], None]:
     sinks = inputs.extras["sinks"]
     sinks[0] = 100.0  # exp(100) is no number of fp32
     out, lse = andrea_triton.decode_attention(
-        inputs.q, cache, sinks=sinks, splits=3, return_lse=True, backend="interpreter", **settings
+        inputs.q, cache, sinks=sinks, split_size=48, return_lse=True, backend="interpreter", **settings
     )
     wanted = []
     for b, length in enumerate(lengths):

@@ -23,7 +23,7 @@ from andrea_triton.launch import compile as compiler
 from andrea_triton.launch import run
 from andrea_triton.launch.configs import Config
 from andrea_triton.launch.descriptors import without_descriptors
-from andrea_triton.launch.plan import Launch, tiled
+from andrea_triton.launch.plan import Launch, tiled, unit_stride
 from andrea_triton.problem import Problem
 from tests.compiled.global_memory import GlobalMemory
 from tests.compiled.machine import Machine
@@ -87,11 +87,12 @@ def emulated(
     """
     names: list[str] = []
 
-    def execute(
-        plan: run.Plan, given: run.Tensors, made: run.Tensors, problem: Problem, backend: str, wanted: run.Wanted = ()
-    ) -> None:
+    def execute(work: run.Work, given: run.Tensors, problem: Problem, backend: str, wanted: run.Wanted = ()) -> list[Any]:
+        given = tuple(None if t is None else unit_stride(t) for t in given)
+        rooms = work.rooms(given, problem, wanted)
+        made = run._allocated(rooms, given)
         written = tuple(x for x in made if x is not None)
-        for launch in plan((*given, *made), wanted, problem, target, precision):
+        for launch in work.plan(given, run._apart(made, rooms), problem, wanted, target, precision):
             if 0 not in launch.grid:
                 config = (tiles or {}).get(launch.name)
                 launch = replace(launch, described=False, args=without_descriptors(launch.args))
@@ -100,6 +101,7 @@ def emulated(
                 if begun is not None:
                     begun(launch, written)
                 start(launch, target, rewrite)
+        return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "execute", execute)

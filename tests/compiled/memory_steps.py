@@ -71,10 +71,10 @@ def _at(read: Array, state: State, rows: Array, threads: Array) -> Array:
 
 
 def _registers(instruction: Instruction, position: int, count: int, width: int, program: Program) -> tuple[str, ...]:
-    """The registers that a load fills or a store takes."""
+    """The registers that a load fills, zeros above what it reads, or whose low bytes a store takes."""
     operand = instruction.operands[position]
     names = operand if isinstance(operand, tuple) else (operand,)
-    if len(names) != count or any(program.registers.get(str(name), width) != max(width, 2) for name in names):
+    if len(names) != count or any(program.registers.get(str(name), width) < max(width, 2) for name in names):
         raise Unsupported(f"{instruction.opcode} {instruction.operands} at {instruction.place}")
     return tuple(str(name) for name in names)
 
@@ -84,7 +84,7 @@ def _load(instruction: Instruction, in_global: bool, width: int, count: int, pro
     names = _registers(instruction, 0, count, width, program)
     find = address(instruction.operands[1], in_global, program)
     guard = reader(instruction.guard, np.dtype(bool), program) if instruction.guard else None
-    raw = np.dtype(f"u{max(width, 2)}")
+    raw = np.dtype(f"u{max(program.registers.get(names[0], width), 2)}")
 
     def step(state: State) -> None:
         rows, threads = state.live(guard)
@@ -105,7 +105,7 @@ def _load(instruction: Instruction, in_global: bool, width: int, count: int, pro
 
 def _store(instruction: Instruction, in_global: bool, width: int, count: int, program: Program) -> Step:
     names = _registers(instruction, 1, count, width, program)
-    sources = [reader(name, np.dtype(f"u{max(width, 2)}"), program) for name in names]
+    sources = [reader(name, np.dtype(f"u{max(program.registers.get(name, width), 2)}"), program) for name in names]
     find = address(instruction.operands[0], in_global, program)
     guard = reader(instruction.guard, np.dtype(bool), program) if instruction.guard else None
 

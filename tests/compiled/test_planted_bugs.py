@@ -78,8 +78,8 @@ SOURCE: dict[str, Planted] = {
         backward.over_queries, "dpt = drop(dpt, q_pos, k_pos, b, h, attention)", "pass", TERMS
     ),
     "one round fewer of the generator": Planted(dropout.philox, "static_range(10)", "static_range(9)", TERMS),
-    "a part of the keys left out": Planted(decode.key_range, "(split + 1) * part", "split * part + part // 2", DECODE),
-    "start of a window forgotten": Planted(decode.key_range, "band.left, 0)", "band.left + BLOCK_N, 0)", DECODE),
+    "a part of the keys left out": Planted(decode.decode, "(split + 1) * split_size", "split * split_size + 16", DECODE),
+    "start of a window forgotten": Planted(decode.key_range, "- band.left", "- band.left + 16", DECODE),
     "another query's head": Planted(decode.decode, "+ r % sizes.group", "+ r // seq.M", DECODE),
     "parts not weighed": Planted(decode.combine, "acc += weight[:, None] * ", "acc += ", DECODE),
     "sink of the parts forgotten": Planted(decode.combine, "total += sink_weight", "total += 0 * sink_weight", DECODE),

@@ -22,7 +22,7 @@ import andrea_triton
 from andrea_triton.launch import run as launcher
 from andrea_triton.launch.configs import Config
 from andrea_triton.launch.interpreter import interpret
-from andrea_triton.launch.plan import tiled
+from andrea_triton.launch.plan import tiled, unit_stride
 from andrea_triton.problem import Problem
 from andrea_triton.testing import Attend, Inputs, Results, attend_reference, cast, eager_errors, error_of, run
 from tests.fuzz.calls import HALVES, Drawn, inputs_of
@@ -37,16 +37,19 @@ def small_tiles() -> Iterator[None]:
     """The interpreter takes tiles of 16 x 16, so that short lengths walk every loop; in memory that starts as NaN."""
 
     def execute(
-        plan: launcher.Plan,
+        work: launcher.Work,
         given: launcher.Tensors,
-        made: launcher.Tensors,
         problem: Problem,
         backend: str,
         wanted: launcher.Wanted = (),
-    ) -> None:
-        for launch in plan((*given, *made), wanted, problem, "interpreter", "ieee"):
+    ) -> list[Any]:
+        given = tuple(None if t is None else unit_stride(t) for t in given)
+        rooms = work.rooms(given, problem, wanted)
+        made = launcher._allocated(rooms, given)
+        for launch in work.plan(given, launcher._apart(made, rooms), problem, wanted, "interpreter", "ieee"):
             if 0 not in launch.grid:
                 interpret(tiled(launch, problem, SMALL) if launch.name in TILED else launch)
+        return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "execute", execute)

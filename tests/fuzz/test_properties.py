@@ -126,7 +126,7 @@ def caches(draw: Any) -> dict[str, Any]:
     return {
         "batch": batch, "HKV": draw(st.integers(1, 2)), "group": draw(st.integers(1, 3)), "M": M,
         "D": draw(head_dims()), "capacity": capacity, "rows": tuple(draw(st.integers(0, capacity)) for _ in range(batch)),
-        "page": draw(st.sampled_from([None, 16, 32])), "splits": draw(st.sampled_from([None, 1, 2, 3, 7])),
+        "page": draw(st.sampled_from([None, 16, 32])), "split_size": draw(st.sampled_from([16, 32, 48, 512])),
         "window": draw(windows()), "causal": draw(often(True, False)), "softcap": draw(often(None, 2.0)),
         "sinks": draw(st.booleans()), "alibi": draw(st.booleans()),
         "dtype": draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])), "seed": draw(lengths()),
@@ -151,7 +151,7 @@ def test_decoding(drawn: dict[str, Any]) -> None:
         terms["alibi"] = torch.rand(HQ, generator=generator)
     settings = {name: d[name] for name in ("causal", "window", "softcap")}
     out, lse = andrea_triton.decode_attention(
-        q, cache, **settings, **terms, splits=d["splits"], return_lse=True, backend="interpreter"
+        q, cache, **settings, **terms, split_size=d["split_size"], return_lse=True, backend="interpreter"
     )
     for b, n in enumerate(d["rows"]):
         own = slice(b, b + 1)

@@ -67,7 +67,7 @@ class Numbers:
 
 @pytest.mark.parametrize("with_dlse", [True, False])
 @pytest.mark.parametrize(
-    "settings", [{}, {"softcap": 3.0}, {"alibi": True}], ids=["bare products", "bare products, capped", "exact logits"]
+    "settings", [{}, {"softcap": 3.0}, {"softcap": 3.0, "alibi": True}], ids=["bare products", "capped", "exact logits"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_of_every_query(dtype: torch.dtype, settings: dict[str, Any], with_dlse: bool) -> None:

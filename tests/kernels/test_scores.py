@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andrea_triton.kernels.scores import Terms, cap_slope, logits, score_grad
+from andrea_triton.kernels.scores import Terms, cap_slope, logits, read_matrix, score_grad
 from andrea_triton.kernels.views import Seq
 from andrea_triton.launch.plan import matrix
 from andrea_triton.testing import assert_accurate
@@ -49,7 +49,9 @@ def store_logits(s, out, capped_out, terms, b, h, M, N, q_start, ROWS: tl.conste
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     q_pos, k_pos = q_start + tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     seq = Seq(M, N, q_start, b, 0, 0, 0)
-    x, capped = logits(tl.load(s + at), b, h, q_pos, k_pos, seq, terms, "fraction")
+    bias = None if terms.bias is None else read_matrix(terms.bias, b, h, q_pos, k_pos, seq)
+    keep = None if terms.keep is None else read_matrix(terms.keep, b, h, q_pos, k_pos, seq)
+    x, capped = logits(tl.load(s + at), bias, keep, b, h, q_pos, k_pos, 0, seq, terms, "fraction")
     tl.store(out + at, x + tl.zeros([ROWS, COLS], tl.float32))
     tl.store(capped_out + at, capped)
 

@@ -30,9 +30,9 @@ def store_logits(x, y, out, capped_out, attention, q_start, end, ROWS: tl.conste
     seq = Seq(ROWS, end, q_start, 0, 0, 0, 0)
     if TRANSPOSED:
         seq = Seq(COLS, end, q_start, 0, 0, 0, 0)
-        s, capped = logits_tile(x_tile, y_tile, q_start + c[None, :], r[:, None], 0, 1, seq, attention, CHECK)
+        s, capped = logits_tile(x_tile, y_tile, q_start + c[None, :], r[:, None], q_start, 0, 1, seq, attention, CHECK)
     else:
-        s, capped = logits_tile(x_tile, y_tile, q_start + r[:, None], c[None, :], 0, 1, seq, attention, CHECK)
+        s, capped = logits_tile(x_tile, y_tile, q_start + r[:, None], c[None, :], 0, 0, 1, seq, attention, CHECK)
     tl.store(out + r[:, None] * COLS + c[None, :], s)
     tl.store(capped_out + r[:, None] * COLS + c[None, :], capped)
 

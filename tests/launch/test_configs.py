@@ -8,6 +8,7 @@ import torch
 from andrea_triton.counting.calls import machine_code
 from andrea_triton.counting.cards import CARDS, Card
 from andrea_triton.counting.launches import compile_launch
+from andrea_triton.counting.report import count
 from andrea_triton.launch.compile import compiled, gpu_target
 from andrea_triton.launch.configs import (
     DELTA,
@@ -94,6 +95,23 @@ def test_three_products_spill_nothing_and_fit(target: str, kernel: str, D: int) 
     found = compile_launch(launch, make_problem(*[torch.zeros(1, 1, 256, D)] * 3, make_spec(causal=True)), target, {})
     assert machine_code(found, target).spill_stores == 0
     assert 0 < found.kernel.metadata.shared <= shared_memory(kernel, CARDS[target], launch.config, D, 4, "tf32x3")
+
+
+STATED = [
+    pytest.param(kernel, D, variant, id=f"{kernel} D={D} {variant}", marks=[pytest.mark.slow] * ((D, variant) != (64, "causal")))
+    for (kernel, D), variant in itertools.product(
+        itertools.product(("forward", "dkdv", "dq"), (32, 64, 128)), ("causal", "window", "gqa", "sinks")
+    )
+]
+
+
+@pytest.mark.parametrize(("kernel", "D", "variant"), STATED)
+def test_as_many_programs_fit_hopper_as_an_entry_states_and_none_spills(kernel: str, D: int, variant: str) -> None:
+    row = next(x for x in count("sm_90", D, "bf16", variant, 1024) if x.kernel == kernel)
+    assert row.config is not None and row.code is not None
+    assert row.code.ctas_per_sm >= row.config.programs > 0
+    at_most = 4 if (kernel, D) == ("dkdv", 32) else 0  # a register or two, which cost less than a fourth program less
+    assert row.code.spills_in_loops <= at_most
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])

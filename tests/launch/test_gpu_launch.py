@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton import attention, target, testing, varlen_attention
@@ -170,8 +171,8 @@ def timed(log: Path, config: Config) -> tuple[tune.Trial, list[Start]]:
 
 
 def at_one_address(log: Path, layouts: list[tuple[int, ...]]) -> tuple[Outcome, list[int]]:
-    """Forwards of one tensor's memory seen as (1, H, T, D) of other sizes (0, H, T, D), or (1, T, H, D) ones; after each, how many
-    tensor maps have been encoded."""
+    """Forwards of one memory seen as (1, H, T, D), layout (0, H, T, D), or as (1, T, H, D), layout (1, T, H, D); and, after each,
+    how many tensor maps have been encoded."""
     from triton.backends.nvidia import driver
 
     log.unlink(missing_ok=True)
@@ -195,6 +196,33 @@ def at_one_address(log: Path, layouts: list[tuple[int, ...]]) -> tuple[Outcome, 
             attention(q, q, q, causal=True, backend="triton")
             counts.append(len(encoded))
     return Outcome(stub_cuda.starts(log), executed, 0, []), counts
+
+
+def stepped(log: Path, index: int, operators: bool) -> list[tuple[list[Start], set[str], int]]:
+    """Three steps, forward and backward, the last two on another stream, as a capture makes its own the current one: the kernels
+    started, torch's operators that were called, and kernels loaded. A dispatch mode has the call go by the library's operators,
+    as in a compiled graph."""
+    import triton
+
+    utils = triton.runtime.driver.active.utils
+    loaded, load, found = [], utils.load_binary, []
+    q, k, v = (torch.randn(1, 2, 130, 64, dtype=FP16).requires_grad_() for _ in range(3))
+    dout, seed = torch.randn(1, 2, 130, 64, dtype=FP16), torch.tensor([3])
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor) -> Any:
+        return attention(q, k, v, causal=True, dropout_p=0.1, seed=seed, backend="triton")
+
+    with pytest.MonkeyPatch.context() as patch, on_device(index, index == 0, []):
+        patch.setattr(utils, "load_binary", lambda *args: loaded.append(args) or load(*args))
+        for stream in (STREAM + index, 77, 77):
+            log.unlink(missing_ok=True)
+            loaded.clear()
+            patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream)
+            with torch.profiler.profile() as profile, FlopCounterMode(display=False) if operators else contextlib.nullcontext():
+                torch.autograd.grad(attend(q, k, v, seed), (q, k, v), dout)
+            called = {event.key for event in profile.key_averages() if event.key.startswith("aten::")}
+            found.append((stub_cuda.starts(log), called, len(loaded)))
+    return found
 
 
 Call = Callable[..., Any]
@@ -274,6 +302,23 @@ def test_what_is_encoded_of_an_address_is_for_the_tensor_that_is_there(call: Cal
     outcome, encoded = call(kinds * 2, by=at_one_address)
     assert arrived(outcome) == outcome.wanted
     assert encoded == [3, 6, 9, 12, 15] + [15] * 5
+
+
+@pytest.mark.parametrize("operators", [False, True], ids=["eager", "operators"])
+@pytest.mark.parametrize("device", [0, 4])
+def test_a_second_step_can_be_captured(call: Call, device: int, operators: bool) -> None:
+    """As a CUDA graph: all of it is started on the current stream, nothing is loaded, and no operator waits for the device or
+    brings anything from the host."""
+    first, *others = call(device, operators, by=stepped)
+    assert {start.stream for start in first[0]} == {STREAM + device}
+    for starts, called, loaded in others:
+        assert [start.name for start in starts] == ["forward", "delta", "dkdv", "dq"] and loaded == 0
+        assert {start.stream for start in starts} == {77}
+        made, of_seed = {"aten::empty", "aten::empty_like", "aten::empty_strided"}, {"aten::clone", "aten::copy_"}
+        views = {"aten::unbind", "aten::select", "aten::as_strided"}  # in which this test looks on
+        assert "aten::empty_like" in called
+        assert operators or called <= made | of_seed | views
+        assert not called & {"aten::item", "aten::_local_scalar_dense", "aten::to", "aten::_to_copy", "aten::equal"}
 
 
 def test_tensors_that_no_descriptor_can_describe_take_pointers(call: Call) -> None:

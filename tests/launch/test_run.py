@@ -172,6 +172,14 @@ def test_copies_are_made_only_of_what_has_no_unit_stride() -> None:
     assert all(out.isfinite().all() for out in made)
 
 
+def test_a_forward_that_nothing_follows_keeps_no_pivots() -> None:
+    x = torch.randn(1, 2, 45, 16)
+    problem = make_problem(x, x, x, make_spec(causal=True))
+    alone, followed = (run.forward(x, x, x, problem, "interpreter", learning) for learning in (False, True))
+    assert alone.row_max is None and alone.row_sum is None and followed.row_max is not None
+    assert torch.equal(alone.out, followed.out) and torch.equal(alone.lse, followed.lse)
+
+
 Given = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

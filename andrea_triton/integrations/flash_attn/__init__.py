@@ -11,8 +11,8 @@ writes +inf. The weights that return_attn_probs gives with dropout are not padde
 gradient are an error, where flash-attn gives them none.
 
 Numbers may be Python's, NumPy's or tensors of one element. A softmax_scale that requires a gradient gets it: q is multiplied by
-it, in q's dtype. deterministic is taken and always true: the gradients are the same bits every time. num_splits is taken and
-has no effect.
+it, in q's dtype. deterministic is taken and always true: the gradients are the same bits every time. num_splits is
+the number of parts of the keys in `flash_attn_with_kvcache`, 0 for the library's choice.
 """
 
 from .bert_padding import index_first_axis, pad_input, unpad_input

@@ -40,7 +40,8 @@ def flash_attn_with_kvcache(
         block_table: (B, pages of a sequence) int32, the pages of each sequence.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`, with L for N.
         rotary_interleaved: features 2i and 2i + 1 are a pair, not i and i + R / 2.
-        num_splits: taken; the library chooses.
+        num_splits: parts that the keys are split into; 0 means parts of 512. With 0 and 1 a row's bits depend neither on the
+            batch nor on the capacity.
         return_softmax_lse: return (out, lse) with lse (B, HQ, M) fp32.
 
     Returns:
@@ -81,7 +82,8 @@ def flash_attn_with_kvcache(
         write(k_cache, k, at, pages)
         write(v_cache, v, at, pages)
         lengths = lengths + k.shape[1]
-    out, lse = attend(q, k_cache, v_cache, lengths, pages, cache_leftpad, settings)
+    splits = max(integer("num_splits", num_splits), 0)
+    out, lse = attend(q, k_cache, v_cache, lengths, pages, cache_leftpad, settings, splits)
     return (out.transpose(1, 2), lse) if return_softmax_lse else out.transpose(1, 2)
 
 

@@ -14,6 +14,7 @@ import torch
 from ...errors import UnsupportedError
 
 NAME = "andrea_triton"
+CONTINUOUS = "andrea_triton_flash"  # continuous batching takes names with "flash" in them
 
 
 def refuse_unfit_models(base: Any) -> None:
@@ -29,12 +30,35 @@ def refuse_unfit_models(base: Any) -> None:
     @functools.wraps(chosen)
     def checked(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         implementation: str = chosen(self, requested_attention, is_init_check)
-        if implementation == NAME:
+        if implementation in (NAME, CONTINUOUS):
             require_fit(type(self), self.config)
         return implementation
 
     checked.refuses_unfit_models = True  # type: ignore[attr-defined]
     base.get_correct_attn_implementation = checked
+
+
+def allow_continuous(base: Any) -> None:
+    """Let every model take CONTINUOUS as it takes NAME: what transformers does beside that for names with "flash" in them is to
+    look for a package or a repository of that name.
+
+    Args:
+        base: transformers' PreTrainedModel.
+    """
+    adjust = base._check_and_adjust_attn_implementation
+    if hasattr(adjust, "allows_continuous"):
+        return
+
+    @functools.wraps(adjust)
+    def checked(self: Any, attn_implementation: str | None, is_init_check: bool = False, **others: Any) -> str:
+        if attn_implementation == CONTINUOUS:
+            taken: str = self.get_correct_attn_implementation(attn_implementation, is_init_check)
+            return taken
+        adjusted: str = adjust(self, attn_implementation, is_init_check, **others)
+        return adjusted
+
+    checked.allows_continuous = True  # type: ignore[attr-defined]
+    base._check_and_adjust_attn_implementation = checked
 
 
 def require_fit(model: type, config: Any) -> None:
