@@ -82,3 +82,11 @@ def test_bug_in_the_three_products(old: str, new: str, M: int, gain: float) -> N
     function = numerics.near_tf32 if "0x1000" in old else numerics.product
     with planted(Planted(function, old, new)), pytest.raises(AssertionError, match="is over"):
         attend_and_check("sm_80", "tf32x3", 64, M, gain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_decoding(target: str) -> None:
+    with emulated(target, precision="tf32x3"):
+        correct = calls.decode(torch.float32, paged=True)
+    correct()
