@@ -69,8 +69,8 @@ def L(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, programs: int
     return S(BLOCK_M, BLOCK_N, num_warps, num_stages, programs)._replace(LEAN=True)
 
 
-# (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Those of ampere, ada and hopper were chosen by a simulation of
-# the compiled code clock by clock (counting/, Triton 3.9, bf16, causal, lengths 1k and 8k, hopper under two guesses of the
+# (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Those of ampere, ada and hopper were chosen by a simulation
+# of the compiled code clock by clock (counting/, Triton 3.9, bf16, causal, lengths 1k and 8k, hopper under two guesses of the
 # bandwidth of L2): counts of instructions are blind to the latency that stages and more, smaller programs hide. The others were
 # chosen by such counts. No spill in a main loop of a causal call for head dims 32, 64 and 128 on ampere, ada and hopper, but for
 # ampere's forward at 128: 12 accesses, and 15 % faster than without; hopper's dk, dv at 32: 2; ampere's forward at 256: 5. Turing

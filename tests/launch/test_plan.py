@@ -225,11 +225,7 @@ def test_only_half_precision_may_be_rounded_as_one(dtype: torch.dtype) -> None:
     launches = plan.forward_plan(q, q, q, saved, problem, "sm_80", "ieee")
     launches += backward_plan(q, q, q, q, None, saved, rows, Grads(q, q, q), problem, "sm_80", "ieee")
     parts = (torch.zeros(2, 1, 1, 8, 16), torch.zeros(2, 1, 1, 8))
-<<<<<<< HEAD
     launches += plan.decode_plan(q, q, q, None, None, parts, q, saved.lse, 512, problem, "sm_80", "ieee")
-=======
-    launches += plan.decode_plan(q, q, q, None, None, parts, q, saved.lse, 64, problem, "sm_80", "ieee")
->>>>>>> 9a5f4ee7427f6d7824a84b8b538bd56e31371d3d
     assert [launch.fusible for launch in launches] == [dtype.itemsize == 2] * 6
 
 
