@@ -69,11 +69,12 @@ def L(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int, programs: int
     return S(BLOCK_M, BLOCK_N, num_warps, num_stages, programs)._replace(LEAN=True)
 
 
-# (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Those of ampere, ada and hopper were chosen by a simulation of
-# the compiled code clock by clock (counting/, Triton 3.9, bf16, causal, lengths 1k and 8k, hopper under two guesses of the
+# (kernel, family) -> {head dim up to: Config}, for two-byte dtypes. Those of ampere, ada and hopper were chosen by a simulation
+# of the compiled code clock by clock (counting/, Triton 3.9, bf16, causal, lengths 1k and 8k, hopper under two guesses of the
 # bandwidth of L2): counts of instructions are blind to the latency that stages and more, smaller programs hide. The others were
 # chosen by such counts. No spill in a main loop of a causal call for head dims 32, 64 and 128 on ampere, ada and hopper, but for
-# ampere's forward at 128: 12 accesses, and 15 % faster than without; at 256 ampere's has 5. Turing has no bf16 products and Triton gives it none for fp16 either: small tiles, plain arithmetic.
+# ampere's forward at 128: 12 accesses, and 15 % faster than without; hopper's dk, dv at 32: 2; ampere's forward at 256: 5. Turing
+# has no bf16 products and Triton gives it none for fp16 either: small tiles, plain arithmetic.
 HALF = {
     ("forward", "generic"): {32: C(64, 32), 64: C(64, 32), 128: C(64, 32), 256: C(32, 32, 4, 1)},
     ("forward", "turing"): {32: C(32, 32, 4, 1), 64: C(32, 32, 4, 1), 128: C(32, 32, 8, 1), 256: C(16, 32, 8, 1)},
@@ -114,17 +115,18 @@ HALF = {
 # matrix products. Where a kind has no entry here, two-byte calls take the table above, and wider elements smaller tiles of it.
 SPECIAL = {
     ("dq", "ampere", "causal"): {64: C(128, 32)},
-    ("forward", "ada", "terms"): {64: C(128, 32)},
-    ("forward", "ampere", "dropout"): {64: H(128, 32)},
-    ("forward", "ada", "dropout"): {64: H(128, 32)},
+    ("forward", "ada", "terms"): {64: C(64, 32, 4, 3)},
+    ("forward", "ampere", "dropout"): {64: C(64, 64, 4, 3)},
+    ("forward", "ada", "dropout"): {64: C(64, 32, 4, 3)},
     ("dkdv", "ampere", "dropout"): {64: C(16, 128)},
+    ("dq", "ampere", "dropout"): {64: C(128, 32)},
     ("dkdv", "ada", "dropout"): {64: C(16, 128)},
     ("dkdv", "ampere", "grouped"): {64: H(16, 128)},
     ("dkdv", "hopper", "dropout"): {64: S(32, 64, 4, 3, 3)},
     ("dkdv", "ampere", "terms"): {64: C(16, 128)},
     ("dkdv", "ada", "terms"): {64: C(16, 128)},
     ("forward", "ampere", "matrix"): {64: C(64, 64)},
-    ("forward", "ada", "matrix"): {64: C(64, 64)},
+    ("forward", "ada", "matrix"): {64: C(64, 32, 4, 3)},
     ("forward", "hopper", "matrix"): {32: S(64, 32, 4, 2, 4), 64: S(64, 64, 4, 2, 4), 128: S(64, 64, 4, 2, 2)},
     ("forward", "hopper", "slopes"): {64: S(64, 64, 4, 2, 5)},
     ("dkdv", "hopper", "slopes"): {64: S(64, 64, 4, 3, 3)},
@@ -141,8 +143,8 @@ SPECIAL = {
     ("dq", "hopper", "matrix"): {32: S(64, 32, 4, 2, 3), 64: C(64, 64, 4, 3)},
     ("dkdv", "ampere", "matrix"): {64: C(32, 64, 4, 1)},
     ("dkdv", "ada", "matrix"): {64: C(32, 64, 4, 1)},
-    ("dq", "ada", "dropout"): {64: H(128, 16)},
-    ("dq", "ada", "terms"): {64: H(128, 16)},
+    ("dq", "ada", "dropout"): {64: C(64, 32, 4, 3)},
+    ("dq", "ada", "terms"): {64: C(64, 32, 4, 3)},
     ("dq", "ada", "matrix"): {64: H(128, 16)},
     ("forward", "ampere", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 4, 1)},
     ("forward", "ada", "ieee"): {32: C(64, 32), 64: C(64, 16), 128: C(32, 32, 8, 1)},
@@ -166,7 +168,7 @@ SPECIAL = {
     ("forward", "ada", "tf32x3"): {64: C(64, 32, 4, 1)},
     ("dkdv", "ada", "tf32x3"): {64: C(16, 64, 4, 1)},
     ("dq", "ada", "tf32x3"): {64: C(64, 16)},
-    ("forward", "hopper", "tf32x3"): {32: C(64, 64), 64: C(64, 16, 4, 3), 128: C(64, 16)},
+    ("forward", "hopper", "tf32x3"): {32: C(64, 64), 64: S(64, 16, 4, 3, 3), 128: C(64, 16)},
     ("dkdv", "ampere", "tf32x3"): {32: C(32, 64, 4, 1), 64: C(16, 64, 4, 1)},
     ("dkdv", "hopper", "tf32x3"): {32: C(32, 64, 4, 1), 64: C(32, 64, 4, 1), 128: C(16, 64, 4, 1)},
     ("dq", "ampere", "tf32x3"): {32: C(64, 16, 4, 3), 64: C(64, 16, 4, 3)},

@@ -6,15 +6,12 @@ fp32 summed in an order that is none of the yardstick's misses it for one seed i
 come in more heads here, where there are enough of such rows.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import re
 
 import pytest
 import torch
 
 from andrea_triton.kernels import numerics
-from andrea_triton.launch import plan
 from andrea_triton.launch.configs import Config
 from andrea_triton.testing import Case, check, make_inputs, run
 from tests.compiled import calls
@@ -33,9 +30,19 @@ RUNS = (
 )
 
 
+FUSIBLE = re.compile(r"\b(add|sub|mul)\.f32")
+
+
+def only_rounded(name: str, ptx: str) -> str:
+    """The PTX, where the assembler may not make one instruction of a product and a sum. A logit would then differ from itself as
+    the maximum of its row, which was rounded: by a unit of its size, which for peaked rows is a large part of 1."""
+    assert not FUSIBLE.search(ptx), name
+    return ptx
+
+
 def attend_and_check(target: str, precision: str, D: int, M: int, gain: float, tiles: Tiles | None = None) -> None:
     case = Case(f"fp32 by {precision}, D = {D}", HQ=1 if gain == 1.0 else 4, M=M, D=D, causal=True, gain=gain)
-    with emulated(target, precision=precision, tiles=tiles):
+    with emulated(target, precision=precision, tiles=tiles, rewrite=only_rounded):
         check(make_inputs(case, torch.float32), calls.attend, case.name)
 
 
@@ -60,15 +67,6 @@ def test_a_query_of_one_key_gives_no_gradient(target: str) -> None:
     assert not got.dq.any() and not got.dk.any()
 
 
-@contextmanager
-def fusing() -> Iterator[None]:
-    """Products and sums of fp32 kernels rounded as one."""
-    with pytest.MonkeyPatch.context() as patch:
-        tiled = plan.tiled
-        patch.setattr(plan, "tiled", lambda launch, *rest: tiled(replace(launch, fusible=True), *rest))
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "M", "gain"),
@@ -87,6 +85,8 @@ def test_bug_in_the_three_products(old: str, new: str, M: int, gain: float) -> N
 
 
 @pytest.mark.slow
-def test_fused_sums_break_peaked_rows() -> None:
-    with fusing(), pytest.raises(AssertionError, match="is over"):
-        attend_and_check("sm_80", "ieee", 16, 200, 30.0)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_decoding(target: str) -> None:
+    with emulated(target, precision="tf32x3"):
+        correct = calls.decode(torch.float32, paged=True)
+    correct()
