@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -125,6 +126,16 @@ def target_of(device: torch.device) -> str:
 def current(device: torch.device) -> Any:
     """A context in which a GPU is the current device, so that kernels start there."""
     return torch.xpu.device(device) if device.type == "xpu" else torch.cuda.device(device)
+
+
+def ensure_context() -> None:
+    """Make the context of the current CUDA device current in this thread, where there is none. PyTorch does so with the first
+    call that needs it; a driver wants it before that, from who encodes tensor maps."""
+    driver, context, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
+    if driver.cuCtxGetCurrent(ctypes.byref(context)) == 0 and not context:
+        driver.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device())
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        driver.cuCtxSetCurrent(context)
 
 
 def stream(device: torch.device) -> int:

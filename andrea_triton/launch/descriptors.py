@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from andrea_triton.kernels.views import View
 from andrea_triton.launch.configs import Config, family
 from andrea_triton.memory import Memory
 from andrea_triton.problem import Problem
+from andrea_triton.target import ensure_context
 
 # Which side of the tile a kernel's argument is cut along.
 SIDES = {
@@ -53,10 +55,18 @@ def with_descriptors(name: str, args: dict[str, Any], config: Config) -> dict[st
 
 def _box(view: View, rows: int) -> View:
     t = view.ptr
-    granule = GRANULE // t.element_size()
-    # A dim of one element is never stepped over; its stride may be any, and TMA wants a multiple.
-    strides = [s if n > 1 else granule for s, n in zip(t.stride()[:3], t.shape[:3], strict=True)]
-    return view._replace(desc=TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, t.shape[3]]))
+    return view._replace(desc=TensorDescriptor(t, list(t.shape), natural_strides(t), [1, 1, rows, t.shape[3]]))
+
+
+def natural_strides(t: Tensor) -> list[int]:
+    """The strides of a tensor; of a dim of one element, which is never stepped over and whose stride may be any, that of a dense
+    tensor: behind all that the dims inside it reach. TMA wants a multiple of its granule, and may take a stride that is too small
+    for an overlap."""
+    strides = [*t.stride()[:-1], 1]
+    for i in reversed(range(t.dim() - 1)):
+        if t.shape[i] == 1:
+            strides[i] = max(stride * n for stride, n in zip(strides[i + 1 :], t.shape[i + 1 :], strict=True))
+    return strides
 
 
 def without_descriptors(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -116,6 +126,7 @@ def tensor_map(box: Box, address: int) -> Any:
 def _encoded(box: Box) -> Any:
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
+    ensure_context()
     more = make_tensordesc_arg.__code__.co_argcount - 2  # which are for kinds of kernels that are none of ours
     return make_tensordesc_arg(box, box.how, *(None,) * more)[0]
 

@@ -183,6 +183,7 @@ CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUl
 CUresult cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const uint64_t *sizes,
                                 const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
                                 int swizzle, int promotion, int fill) {
+  if (!current) return INVALID_CONTEXT;
   char *at = memset(map, 0, 128);
   if (rank != 4 || (uintptr_t)address % 16) return INVALID_VALUE;
   for (int i = 0; i < 4; i++) {
@@ -252,8 +253,9 @@ def pretend() -> None:
 
     def exchange(index: int) -> int:
         before, device.value = device.value, index
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
-        driver.cuCtxSetCurrent(context)
+        if index != before:  # as the runtime does: a thread that begins on the device it wants has no context yet
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
+            driver.cuCtxSetCurrent(context)
         return before
 
     def capability(index: int | None = None) -> tuple[int, int]:
@@ -269,4 +271,5 @@ def pretend() -> None:
     ):
         setattr(torch.cuda, name, answer)
     setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index)  # noqa: B010
-    exchange(0)
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    driver.cuCtxSetCurrent(context)

@@ -118,10 +118,10 @@ def on_device(index: int, small: bool, executed: list[Wanted]) -> Iterator[None]
 
 def called(
     log: Path, case: testing.Case, dtype: torch.dtype = FP16, device: int = 0, small: bool = True, threads: int = 1,
-    backward: bool | None = None,
+    backward: bool | None = None, already: bool = False,
 ) -> Outcome:  # fmt: skip
     """Call the kernels, in the process that has the stub driver: forward and, with small tiles unless told otherwise, backward.
-    Several threads do so at once, each with tensors of its own."""
+    Several threads do so at once, each with tensors of its own. already: the device is the current one before they begin."""
     import triton
 
     log.unlink(missing_ok=True)
@@ -137,7 +137,7 @@ def called(
     with pytest.MonkeyPatch.context() as patch, on_device(device, small, executed), warnings.catch_warnings(record=True) as w:
         warnings.simplefilter("always")
         patch.setattr(triton, "compile", counted)
-        with ThreadPoolExecutor(threads) as pool:
+        with torch.cuda.device(device) if already else contextlib.nullcontext(), ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda x: testing.run(x, attend) if backward else attend(x), inputs))
     warned = [str(warning.message) for warning in w if warning.category is RuntimeWarning]
     return Outcome(stub_cuda.starts(log), executed, len(compiled), warned)
@@ -365,6 +365,15 @@ def test_threads_that_call_first_at_once(call: Call) -> None:
     outcome = call(replace(PLAIN, D=16), threads=8)
     assert outcome.compiled == 4 and len(outcome.starts) == 8 * 4
     assert sorted(arrived(outcome)) == sorted(outcome.wanted)
+
+
+def test_tensor_maps_are_encoded_in_a_thread_that_has_no_context(call: Call) -> None:
+    """A driver refuses that. The first thread gets its context as the kernels are loaded; the next ones, and autograd's, find them
+    loaded."""
+    call(PLAIN, device=4, already=True)
+    outcome = call(PLAIN, device=4, already=True)
+    assert [start.name for start in outcome.starts] == ["forward", "delta", "dkdv", "dq"]
+    assert {start.device for start in outcome.starts} == {4}
 
 
 @pytest.mark.slow
