@@ -368,8 +368,8 @@ def test_threads_that_call_first_at_once(call: Call) -> None:
 
 
 def test_tensor_maps_are_encoded_in_a_thread_that_has_no_context(call: Call) -> None:
-    """A driver refuses that. The first thread gets its context as the kernels are loaded; the next ones, and autograd's, find them
-    loaded."""
+    """A driver refuses that. The first thread gets its context as the kernels are loaded; the next ones, and autograd's, find
+    them loaded."""
     call(PLAIN, device=4, already=True)
     outcome = call(PLAIN, device=4, already=True)
     assert [start.name for start in outcome.starts] == ["forward", "delta", "dkdv", "dq"]
