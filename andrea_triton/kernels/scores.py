@@ -95,5 +95,6 @@ def score_grad(dlogits, capped, b, h, q_pos, k_pos, seq, terms):
 def cap_slope(capped, terms, EXACT: tl.constexpr):
     """Derivative of the softcap, 1 - tanh², from `capped`: cap tanh, or (not EXACT) tanh itself, which is -inf where the key is
     hidden. There, and where a hidden key made a NaN of it, it is 0."""
-    t = tl.maximum(capped * (1 / terms.cap) if EXACT else capped, -1.0)
+    t = capped * (1 / terms.cap) if EXACT else capped
+    t = tl.where(t > -1.0, t, -1.0)  # of a NaN too
     return 1 - t * t
