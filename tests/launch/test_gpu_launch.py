@@ -378,6 +378,6 @@ def test_tensor_maps_are_encoded_in_a_thread_that_has_no_context(call: Call) -> 
 
 @pytest.mark.slow
 def test_threads_that_run_out_of_shared_memory_at_once_warn_once(call: Call) -> None:
-    outcome = call(replace(PLAIN, D=24), device=2, small=False, threads=8)
+    outcome = call(replace(PLAIN, D=48), device=2, small=False, threads=8)
     assert len(outcome.warned) == 1 and len(outcome.starts) == 8
     assert len({start.shared for start in outcome.starts}) == 1 and outcome.starts[0].shared <= LIMITS[2]
