@@ -10,6 +10,7 @@ import ctypes
 import shutil
 import subprocess
 import sysconfig
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ LIMITS = (
 )  # shared memory of a block on each device: two of one kind, two small ones, a new one
 CAPABILITIES = ((8, 0), (8, 0), (8, 0), (8, 0), (9, 0))
 STREAM = 4096  # torch's current stream on device d is STREAM + d
+first_device = 0  # which a thread begins on
 
 SOURCE = """
 #include <elf.h>
@@ -245,21 +247,20 @@ def starts(log: Path) -> list[Start]:
 
 def pretend() -> None:
     """Let torch.cuda answer as it would on this driver's devices: only what torch.cuda.device and Triton ask of it."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    device, context = ctypes.c_int(0), ctypes.c_void_p()
+    driver, context, own = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), threading.local()
 
     def current_device() -> int:
-        return device.value
+        return getattr(own, "device", first_device)
 
     def exchange(index: int) -> int:
-        before, device.value = device.value, index
+        before, own.device = current_device(), index
         if index != before:  # as the runtime does: a thread that begins on the device it wants has no context yet
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
             driver.cuCtxSetCurrent(context)
         return before
 
     def capability(index: int | None = None) -> tuple[int, int]:
-        return CAPABILITIES[device.value if index is None else index]
+        return CAPABILITIES[current_device() if index is None else index]
 
     # By name: the stand-ins take less than what they stand for.
     for name, answer in (

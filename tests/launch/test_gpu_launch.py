@@ -121,7 +121,7 @@ def called(
     backward: bool | None = None, already: bool = False,
 ) -> Outcome:  # fmt: skip
     """Call the kernels, in the process that has the stub driver: forward and, with small tiles unless told otherwise, backward.
-    Several threads do so at once, each with tensors of its own. already: the device is the current one before they begin."""
+    Several threads do so at once, each with tensors of its own. already: they begin on the device, as where there is one."""
     import triton
 
     log.unlink(missing_ok=True)
@@ -137,7 +137,8 @@ def called(
     with pytest.MonkeyPatch.context() as patch, on_device(device, small, executed), warnings.catch_warnings(record=True) as w:
         warnings.simplefilter("always")
         patch.setattr(triton, "compile", counted)
-        with torch.cuda.device(device) if already else contextlib.nullcontext(), ThreadPoolExecutor(threads) as pool:
+        patch.setattr(stub_cuda, "first_device", device if already else 0)
+        with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda x: testing.run(x, attend) if backward else attend(x), inputs))
     warned = [str(warning.message) for warning in w if warning.category is RuntimeWarning]
     return Outcome(stub_cuda.starts(log), executed, len(compiled), warned)
