@@ -28,7 +28,7 @@ Call = tuple[str, int, str, str]  # target, head dim, dtype, variant
 FILE = Path(__file__).parent / "results" / "static.jsonl"
 KERNELS = {"forward": "forward", "dkdv": "backward: dk, dv", "dq": "backward: dq"}
 BAR = 0.8 / len(KERNELS)
-LENGTH, WINDOW = 1024, 256  # queries and keys of a counted call, and keys that a query sees in the variant window
+LENGTH = 1024  # queries and keys of a counted call
 
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 DIMS = (32, 64, 128)
@@ -104,25 +104,6 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 def read_rows(file: Path) -> list[Row]:
     """The lines of a file that count_all, or `python -m andrea_triton.counting.report --json`, wrote."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def tiles(row: Row) -> tuple[int, int]:
-    """(full, edge): how many tiles of one head of a counted call all pairs see, and how many some do."""
-    rows, cols = row["BLOCK_M"], row["BLOCK_N"]
-    farthest = WINDOW - 1 if row["variant"] == "window" else LENGTH
-    full = edge = 0
-    for q, k in itertools.product(range(0, LENGTH, rows), range(0, LENGTH, cols)):
-        least, most = q - (k + cols - 1), q + rows - 1 - k  # how far a query of the tile lies behind a key of it
-        whole = least >= 0 and most <= farthest
-        full += whole
-        edge += most >= 0 and least <= farthest and not whole
-    return full, edge
-
-
-def cycles(row: Row, way: str) -> float:
-    """Modelled cycles of an SM per score element of the tiles that a counted call visits; way: overlap or serial."""
-    full, edge = tiles(row)
-    return float((full * row["full"][way] + edge * row["edge"][way]) / (full + edge))
 
 
 def targets_of(rows: Iterable[Row]) -> list[str]:

@@ -1,6 +1,7 @@
 """The torch backend by blocks of rows: every feature in fp32, in memory that grows with the length."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from andrea_triton import Mask, Score, attention, attention_weights, cpu, varlen_attention
-from andrea_triton.cpu import tile
+from andrea_triton.cpu import blocked, tile
 from andrea_triton.testing import Case, assert_accurate, attend_reference, cast, check, make_inputs, run
 from tests.cpu_problems import problem_of, qkv, visible
 
@@ -214,3 +215,65 @@ def test_d45_a_sweep_of_calls_keeps_the_rule() -> None:
 @pytest.mark.slow
 def test_d45_a_long_sweep_of_calls_keeps_the_rule() -> None:
     sweep(range(40, 640))
+
+
+ON_BLOCKS: list[dict[str, Any]] = [
+    {"key_lengths": torch.tensor([256])},
+    {"window": 200, "softcap": 200.0},
+    {"sinks": torch.zeros(2)},
+]
+
+
+@pytest.mark.parametrize("more", ON_BLOCKS, ids=lambda x: " ".join(x))
+def test_no_product_reads_a_denormal_number_and_nothing_is_done_twice(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor takes a hundred times longer over these, which peaked rows are full of."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 256, 16) * gain for gain in (5.0, 5.0, 1.0, 1.0))
+    found: list[Tensor] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm_):
+                found.extend(args)
+            return func(*args, **(kwargs or {}))
+
+    floors: list[float] = []
+    for name in ("forward_above", "backward_above"):
+        once = getattr(blocked, name)
+        monkeypatch.setattr(blocked, name, lambda floor, *rest, once=once: (floors.append(floor), once(floor, *rest))[1])
+    inputs = (q, k, v, None, more.get("sinks"))
+    problem = problem_of(q, k, v, causal=True, **more)
+    with Watch(), torch.no_grad():
+        out, lse = cpu.forward(problem, q, k, v)
+        cpu.backward(problem, inputs, out, lse, dout, None, tuple(x is not None for x in inputs))
+    assert floors == [2.0**-100] * 2
+    assert found and not any(((x != 0) & (x.abs() < torch.finfo(F32).tiny)).any() for x in found)
+
+
+def tiny_weights(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries whose second key has weight exp(-72), 5e-32, and all of the values that count."""
+    q, k = torch.ones(1, 1, 4, 1, dtype=dtype), torch.tensor([0.0, -72.0], dtype=dtype).view(1, 1, 2, 1)
+    return q, k, torch.tensor([0.0, 1e30], dtype=dtype).view(1, 1, 2, 1)
+
+
+def test_tiny_weights_count_where_they_make_the_result() -> None:
+    results = []
+    for dtype in (F32, F64):
+        leaves = [x.requires_grad_() for x in tiny_weights(dtype)]
+        out = attention(*leaves, key_lengths=torch.tensor([2]), backend="torch")
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for got, exact in zip(*results, strict=True):
+        assert (exact != 0).any()
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=0.0)
+
+
+def test_a_slope_of_a_score_may_make_any_weight_count() -> None:
+    """Beside rows of slope 1, whose gradients are larger than a bound blind to slopes would say of the first row's."""
+    steep = Score(None, torch_fn=lambda s, b, h, i, j: torch.where(i == i.min(), s * 1e30, s))
+    q, k, _ = tiny_weights(F32)
+    q, k, v = q.requires_grad_(), k * 1e-30, torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+    (dq,) = torch.autograd.grad(attention(q, k, v, score=steep, backend="torch").sum(), q)
+    assert dq[0, 0, 1].abs() > dq[0, 0, 0].abs()
+    torch.testing.assert_close(dq[0, 0, 0].item(), -72.0 * math.exp(-72.0), rtol=1e-3, atol=0.0)

@@ -52,7 +52,7 @@ BROKEN = {
         "decode", "decode", "mask=live[:, None] & (d < attention.D), other=0.0", "mask=None", "cache"
     ),
     "tail mask of combined rows": Broken("decode", "combine", "mask=live[:, None] & (d < attention.DV))", "mask=None)", "cache"),
-    "clamp of bias positions": Broken("scores", "logits", "tl.minimum(k_pos, seq.N - 1)", "k_pos", "bias and mask"),
+    "clamp of bias positions": Broken("scores", "read_matrix", "tl.minimum(k_pos, seq.N - 1)", "k_pos", "bias and mask"),
     "first key before 0": Broken("bands", "round_down", "tl.maximum(x, 0)", "x", "before the first key", "start"),
 }
 

@@ -99,11 +99,13 @@ def test_kernels_start_under_the_tensors_device(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(getattr(torch, other), "device", lambda there: pytest.fail(f"{other} was asked for {there}"))
     monkeypatch.setattr(target, "stream", lambda there: streams.append(there))
     kernel = SimpleNamespace(run=lambda *_: started.append(current[-1]), function=0, packed_metadata=0)
-    start = SimpleNamespace(kernel=kernel, grid=(1, 1, 1), pick=tuple, numbers=(), lasting=True, boxes=())
-    monkeypatch.setattr(run, "ready", lambda *_: started.append(current[-1]) or tuple(vars(start).values()))
-    problem = replace(make_problem(*[torch.zeros(1, 1, 1, 1)] * 3, make_spec()), device=torch.device(device))
-    starts = run._ready(lambda *_: [SimpleNamespace(grid=(1, 1))], (), (), problem, "sm_80", "ieee")
-    run.go(starts, (), problem)
+    start = (kernel, None, (1, 1, 1), tuple, (), True, ())
+    monkeypatch.setattr(run, "ready", lambda *_: started.append(current[-1]) or start)
+    monkeypatch.setattr(target, "target_of", lambda there: "sm_80")
+    x = torch.zeros(1, 1, 1, 1)
+    problem = replace(make_problem(x, x, x, make_spec()), device=torch.device(device))
+    work = run.Work(lambda *_: [], lambda *_: [SimpleNamespace(grid=(1, 1))], strided=1)
+    run.go(run._learned(work, [], (x,), [], problem, (), "ieee").starts, (), problem)
     assert started == [torch.device(device)] * 2 and streams == [torch.device(device)]
     assert current == [torch.device("cuda:0")]
 
@@ -113,7 +115,7 @@ def test_a_call_takes_the_backend_of_its_tensors(monkeypatch: pytest.MonkeyPatch
     """Fake tensors have a device and no memory; what the public function hands on is what counts."""
     taken = []
 
-    def attend(problem: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sinks: Any, backend: str) -> Any:
+    def attend(problem: Any, q: torch.Tensor, k: Any, v: Any, bias: Any, sinks: Any, backend: str, **how: Any) -> Any:
         taken.append((backend, problem.device))
         return torch.empty_like(q), q.new_empty(q.shape[:3])
 

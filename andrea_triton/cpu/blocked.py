@@ -2,6 +2,7 @@
 
 A block of rows makes its scores against all keys that it sees, and the softmax over them, in fp32 (fp64 for fp64). The backward
 makes the weights once more rather than take them as exp(s - lse), which loses the digits of a large lse.
+Weights so small that products with them are denormal numbers are 0, where a bound says that no result shows it.
 Source: arXiv 2205.14135, section B.4.
 """
 
@@ -17,12 +18,14 @@ from andrea_triton.cpu.tile import (
     INF,
     Block,
     closed,
+    floor_of,
     four,
     grid,
     here,
     kept,
     keys_of,
     query_heads,
+    reach,
     room_for,
     rows_of,
     scale_of,
@@ -61,7 +64,24 @@ def parts(problem: Problem) -> list[Part]:
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse), no gradient: shapes and dtypes as reference(), out in the memory order of q."""
+    """(out, lse), no gradient: shapes and dtypes as reference(), out in the memory order of q.
+
+    Weights too small to count are 0, unless they might make the result: then all is done once more with every weight.
+    """
+    floor = floor_of(problem)
+    out, lse = forward_above(floor, problem, q, k, v)
+    if negligible(floor, out, problem.N * reach(v)):
+        return out, lse
+    return forward_above(0.0, problem, q, k, v)
+
+
+def negligible(floor: float, result: Tensor | None, count: float) -> bool:
+    """Whether `count` weights at the floor, each times the magnitudes that it meets, are below the rounding of a result."""
+    return floor == 0.0 or result is None or 8 * count * floor <= torch.finfo(torch.float64).eps * reach(result)
+
+
+def forward_above(floor: float, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """forward() with weights at and below `floor` of a row's largest as 0."""
     out, rows = room_like(q, problem.DV, problem.packed), q.shape[:-1]
     shape = (rows[1], rows[0]) if problem.packed else rows
     lse = torch.full(shape, -INF, dtype=accumulator(problem.dtype), device=problem.device)
@@ -69,11 +89,11 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     for part in parts(problem):
         own = part.problem
         views = part.of(q, part.rows), part.of(k, part.keys), part.of(v, part.keys)
-        dense_forward(own, part.first_batch, *views, part.of(out, part.rows), part.row_values(lse)[..., 0])
+        dense_forward(own, part.first_batch, *views, part.of(out, part.rows), part.row_values(lse)[..., 0], floor)
     return out, lse
 
 
-def dense_forward(problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+def dense_forward(problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, floor: float) -> None:
     """Write out (zero so far) and lse (-inf so far) of a dense problem."""
     acc, pieces, whole = lse.dtype, spans(problem), grid(problem, first)
     (room,) = room_for(problem, pieces, 1)
@@ -86,7 +106,7 @@ def dense_forward(problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor,
             tile, _ = scores(problem, rows_of(q, block, acc), k_all[:, j], block, room, places, False)
             pivot = tile.amax(-1, keepdim=True)
             pivot.masked_fill_(pivot == -INF, 0.0)
-            p = tile.sub_(pivot).exp_()
+            p = above(floor, tile.sub_(pivot).exp_())
             if shut is not None:
                 four(p, block).masked_fill_(shut[..., None], 0.0)
             total = p.sum(-1, keepdim=True)
@@ -102,9 +122,14 @@ def dense_forward(problem: Problem, first: int, q: Tensor, k: Tensor, v: Tensor,
             out[b, hq, i] = four(product, block).to(out.dtype)
 
 
+def above(floor: float, p: Tensor) -> Tensor:
+    """Weights, those at and below the floor made 0 in place; NaN stays."""
+    return p if floor == 0.0 else torch.threshold_(p, floor, 0.0)
+
+
 class Grads(NamedTuple):
     """What the backward writes; None where nobody asks. dq, dk, dv of a dense problem; dbias and dsinks of the whole call, the
-    latter in fp64; and which rows, (B, HQ, M, 1), no key has a part in."""
+    latter in fp64; which rows, (B, HQ, M, 1), no key has a part in; and at and below which floor weights are 0."""
 
     dq: Tensor | None
     dk: Tensor | None
@@ -112,6 +137,7 @@ class Grads(NamedTuple):
     dbias: Tensor | None
     dsinks: Tensor | None
     empty: Tensor
+    floor: float
 
     @property
     def of_scores(self) -> bool:
@@ -128,6 +154,33 @@ def backward(
             one more column of s with dp = 0
     Shapes: all of a block of rows of some heads at a time; the query heads of a key head lie among the rows.
     """
+    floor = floor_of(problem)
+    found = backward_above(floor, problem, inputs, lse, dout, dlse, needs)
+    counts = counts_of(problem, inputs, dout, dlse)
+    if all(negligible(floor, result, count) for result, count in zip(found, counts, strict=True)):
+        return found
+    return backward_above(0.0, problem, inputs, lse, dout, dlse, needs)
+
+
+def counts_of(problem: Problem, inputs: tuple[Tensor | None, ...], dout: Tensor, dlse: Tensor | None) -> tuple[float, ...]:
+    """The largest sums of magnitudes that weights are factors of, in the gradients of q, k, v, bias and sinks.
+
+    Maths:  ds = p x with |x| <= 2 DV max|dout| max|v| + max|dlse|; dq = scale ds k, and so on
+    """
+    q, k, v, *_ = inputs
+    share, rows, keys = 1.0 / (1.0 - problem.spec.dropout_p), problem.M * problem.group, problem.N
+    pull = reach(dout) * share
+    ds = 2.0 * problem.DV * pull * reach(v) + reach(dlse)
+    every = float(problem.B * problem.HQ * problem.M)
+    scaled = ds * abs(scale_of(problem))
+    return scaled * keys * reach(k), scaled * rows * reach(q), rows * pull, ds * every * keys, ds * every
+
+
+def backward_above(
+    floor: float, problem: Problem, inputs: tuple[Tensor | None, ...], lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    needs: tuple[bool, ...],
+) -> Gradients:  # fmt: skip
+    """backward() with weights at and below `floor` as 0."""
     q, k, v, bias, sinks = inputs
     assert q is not None and k is not None and v is not None
     acc, device = accumulator(problem.dtype), problem.device
@@ -141,7 +194,7 @@ def backward(
         empty = empty if shut is None else empty | shut[..., None]
         places = (part.rows, part.keys, part.keys)
         dq, dk, dv = (None if t is None else of(t, r) for t, r in zip(results, places, strict=True))
-        grads = Grads(dq, dk, dv, dbias, dsinks, empty)
+        grads = Grads(dq, dk, dv, dbias, dsinks, empty, floor)
         views = of(q, part.rows), of(k, part.keys), of(v, part.keys), of(dout, part.rows)
         dense_backward(own, part.first_batch, *views, None if dlse is None else part.row_values(dlse), grads)
     dbias = None if dbias is None or bias is None else dbias.view(bias.shape).to(bias.dtype)
@@ -165,7 +218,7 @@ def dense_backward(
             places, keys = here(whole, block), j.stop - j.start
             q_tile, do_tile = rows_of(q, block, acc), rows_of(dout, block, acc)
             tile, pull = scores(problem, q_tile, k_all[:, j], block, room, places, grads.of_scores)
-            p = torch.softmax(tile, -1, out=tile)
+            p = above(grads.floor, torch.softmax(tile, -1, out=tile))
             if some_empty:
                 p.masked_fill_(rows_of(grads.empty, block, torch.bool), 0.0)
             keep = kept(problem, places)

@@ -15,6 +15,7 @@ from andrea_triton.reference import Grid, torch_twin
 ROWS = 128  # of a tile: query rows times the query heads of a key head
 TILE = 2**19  # scores that a tile holds, unless the rows of one key head have more
 INF = float("inf")
+MARGIN = 2.0**26  # how far above the smallest normal number a weight must lie, for products with it to be normal too
 
 
 class Block(NamedTuple):
@@ -207,6 +208,22 @@ def user_score(problem: Problem, tile: Tensor, places: Grid, learn: bool) -> lis
         return torch.zeros_like(grad) if found is None else grad.copy_(found)
 
     return [pull]
+
+
+def floor_of(problem: Problem) -> float:
+    """The weight at and below which weights become 0, for a processor takes a hundred times longer over denormal numbers.
+
+    A user's score may have any slope, which no bound of what is lost would hold: there it is 0.
+    """
+    return 0.0 if problem.extras.score is not None else torch.finfo(accumulator(problem.dtype)).tiny * MARGIN
+
+
+def reach(t: Tensor | None) -> float:
+    """The largest magnitude in a tensor, NaN if one is."""
+    if t is None or t.numel() == 0:
+        return 0.0
+    low, high = (x.item() for x in torch.aminmax(t))
+    return float(max(-low, high))
 
 
 def kept(problem: Problem, places: Grid) -> Tensor | None:

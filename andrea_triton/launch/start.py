@@ -161,9 +161,9 @@ def _first_that_fits(launch: Launch, problem: Problem) -> tuple[Any, Any, Short 
         target, reason = targets.gpu_target(), ""
     for config in launch.configs:
         kernel = compiler.compiled(tiled(launch, problem, config), target)
-        hows = take_over(kernel)
         try:
             with explained(f"{launch.name} cannot be loaded on {target.arch}"):
+                hows = take_over(kernel)
                 kernel._init_handles()
         except triton.runtime.errors.OutOfResources as error:
             reason = reason or str(error)
