@@ -85,7 +85,7 @@ def test_no_trouble() -> None:
         ("3.5.1", "triton==3.5.1", "too old. Way out: pip install 'torch>=2.10' (CUDA builds of torch bring Triton: 2.10 3.6,"),
         ("3.5.1", "triton==3.7.1", "too old. Way out: pip install 'triton==3.7.1' (as torch requires)"),
         ("3.9.0", "triton~=3.8.0", "torch requires triton~=3.8.0, and torch.compile may fail"),
-        ("not installed", "pytorch-triton-rocm==3.2.0", "missing, so there are no kernels. Way out (Linux): pip install 'torch>=2"),
+        ("not installed", "pytorch-triton-rocm==3.2.0", "missing, so there are no kernels. Way out (Linux): pip install 'torch"),
     ],
 )  # fmt: skip
 def test_a_triton_beside_a_torch_that_requires_one(triton: str, required: str, words: str) -> None:
