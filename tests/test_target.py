@@ -37,12 +37,12 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "backend"),
+    ("device", "chosen"),
     [("cpu", "torch"), ("cuda:0", "triton"), ("cuda:1", "triton"), ("xpu:0", "triton"), ("mps", "torch"), ("meta", "torch")],
 )
-def test_backend_of_a_device(monkeypatch: pytest.MonkeyPatch, device: str, backend: str) -> None:
+def test_backend_of_a_device(monkeypatch: pytest.MonkeyPatch, device: str, chosen: str) -> None:
     monkeypatch.setattr(target, "has_triton", lambda: True)
-    assert target.default_backend(torch.device(device)) == backend
+    assert target.default_backend(torch.device(device)) == chosen
     assert torch.device(device).type in target.reason(torch.device(device))
 
 
