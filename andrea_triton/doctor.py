@@ -21,26 +21,41 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def trouble(triton: str, has_gpu: bool, name: str) -> list[str]:
+def pairing(required: str | None) -> str:
+    """What torch requires of Triton, in words."""
+    if required is None:
+        return "this build of torch requires no Triton of its own"
+    return f"torch {torch.__version__} requires {required}"
+
+
+def trouble(triton: str, has_gpu: bool, name: str, required: str | None = None) -> list[str]:
     """Known trouble with these versions and this target, each with the way out.
 
     Args:
         triton: its version, "not installed", or what is wrong with it.
         has_gpu: whether torch sees a GPU.
         name: of the target, as in launch/configs.py.
+        required: what torch requires of Triton, as "triton==3.7.1", if anything.
     """
     low, high = target.TESTED_TRITON
     numbers, found = target.version_numbers, []
     if triton == "not installed":
-        found.append("Triton is missing, so there are no kernels. Way out: pip install triton (Linux).")
+        found.append(f"Triton is missing, so there are no kernels. Way out (Linux): {target.way_to_triton(required)}.")
     elif not triton[0].isdigit():
-        found.append(f"Triton is {triton}. Way out: pip install --force-reinstall 'triton>={low[0]}.{low[1]}'.")
+        found.append(
+            f"Triton is {triton}. Way out: {target.way_to_triton(required).replace('install', 'install --force-reinstall')}."
+        )
     elif numbers(triton) < low:
-        found.append(f"Triton {triton} is too old. Way out: pip install 'triton>={low[0]}.{low[1]}'.")
+        found.append(f"Triton {triton} is too old. Way out: {target.way_to_triton(required)}.")
     elif numbers(triton) > high:
         tested = target.tested_triton()
         way_out = f"pip install 'triton<{high[0]}.{high[1] + 1}'"
         found.append(f"Triton {triton} is newer than what is tested ({tested}). Way out, if a kernel fails: {way_out}.")
+    elif required is not None and numbers(triton) != target.number_of(required):
+        found.append(
+            f"Triton {triton} runs these kernels, but torch requires {required}, and torch.compile may fail with another."
+            f" Way out, if it does: pip install '{required}'."
+        )
     if not has_gpu:
         found.append(
             "torch sees no GPU, so calls take PyTorch's own attention on the CPU. If there is a GPU: check its driver, and that"
@@ -86,14 +101,14 @@ def try_kernels(device: torch.device) -> str:
 def main() -> int:
     """Print the report. Returns 0 when the kernels ran, or cannot run here for a known reason, else 1."""
     has_gpu, triton = target.has_gpu(), target.triton_version()
-    usable = triton[0].isdigit()
+    usable, required = triton[0].isdigit(), target.required_triton()
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     name = target.target_of(device)
     rows: list[tuple[str, Any]] = [
         ("andrea-triton", version("andrea-triton")),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("torch", torch.__version__),
-        ("triton", triton),
+        ("triton", f"{triton} ({pairing(required)})"),
         ("numpy", version("numpy")),
         ("device", target.device_name(device)),
         ("target", "none: Triton's interpreter, on the CPU" if name == "interpreter" else name),
@@ -107,7 +122,7 @@ def main() -> int:
         print("\n".join(tiles(name)))
     result = try_kernels(device) if usable else f"not tried: Triton is {triton}"
     print(f"{'kernels':14} {result}")
-    notes = trouble(triton, has_gpu, name)
+    notes = trouble(triton, has_gpu, name, required)
     print("\n".join(f"note: {line}" for line in notes) if notes else "known trouble  none")
     if not result.startswith("failed"):
         print("next           python -m andrea_triton.check --quick: are the results right?")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from typing import Any
 
@@ -15,6 +17,8 @@ from .errors import UnsupportedError
 
 BACKENDS = ("triton", "interpreter", "torch", "reference")
 TESTED_TRITON = ((3, 6), (3, 9))  # its launcher and interpreter are used from within, which a version may change
+# The first torch whose CUDA builds require each Triton, by their packages' own metadata. Those before require one too old.
+TORCH_PAIRS = (("2.10", "3.6"), ("2.12", "3.7"), ("2.14", "3.8"))
 
 
 def has_triton() -> bool:
@@ -47,6 +51,42 @@ def tested_triton() -> str:
     return f"{low} to {high}"
 
 
+def required_triton() -> str | None:
+    """What the installed torch requires of Triton, as "triton==3.7.1"; None where it requires none, as its CPU builds do."""
+    try:
+        wanted = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = (re.match(r"(?:pytorch-)?triton[\w-]*\s*[=~<>]=?\s*\d[\w.+]*", requirement) for requirement in wanted)
+    return next((match[0].replace(" ", "") for match in found if match), None)
+
+
+def way_to_triton(required: str | None) -> str:
+    """How to get a Triton that is new enough, beside a torch that requires one itself.
+
+    Args:
+        required: by torch, as required_triton says it.
+
+    Example:
+        >>> way_to_triton("triton==3.5.1")
+        "pip install 'torch>=2.10' (CUDA builds of torch bring Triton: 2.10 3.6, 2.12 3.7, 2.14 3.8; older ones one too old)"
+        >>> way_to_triton("triton==3.7.1"), way_to_triton(None)
+        ("pip install 'triton==3.7.1' (as torch requires)", "pip install 'triton>=3.6,<3.10'")
+    """
+    low, high = TESTED_TRITON
+    if required is None:
+        return f"pip install 'triton>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}'"
+    if number_of(required) >= low:
+        return f"pip install '{required}' (as torch requires)"
+    pairs = ", ".join(f"{torch} {triton}" for torch, triton in TORCH_PAIRS)
+    return f"pip install 'torch>={TORCH_PAIRS[0][0]}' (CUDA builds of torch bring Triton: {pairs}; older ones one too old)"
+
+
+def number_of(requirement: str) -> tuple[int, ...]:
+    """The first two numbers of the version that a requirement names."""
+    return version_numbers(re.split(r"[=~<>]+", requirement)[-1])
+
+
 def blame_triton(error: Exception) -> None:
     """Raise an error that says so where a fault may come from a Triton that is not tested; return where it is.
 
@@ -56,7 +96,8 @@ def blame_triton(error: Exception) -> None:
     version = triton_version()
     low, high = TESTED_TRITON
     if isinstance(error, (AttributeError, TypeError, ImportError)) and not low <= version_numbers(version) <= high:
-        way_out = f"pip install 'triton>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}', or backend='torch'"
+        required = None if version_numbers(version) > high else required_triton()
+        way_out = f"{way_to_triton(required)}, or backend='torch'"
         reason = f"{tested_triton()} are tested ({type(error).__name__}: {error}). Way out: {way_out}"
         raise UnsupportedError("running kernels", f"Triton {version}", reason) from error
 

@@ -10,16 +10,14 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 import gc
 import importlib
-import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-HAS_GPU = torch.cuda.is_available() or torch.xpu.is_available()
-BACKENDS = ["reference", "torch"] + ["interpreter"] * HAS_TRITON + ["triton"] * (HAS_TRITON and HAS_GPU)
+from tests.backends import EVERY, HAS_GPU, HAS_TRITON, device_of
 
 # Kernels and their launch are Triton's; the rest of the library works, and is tested, without it.
 collect_ignore = [] if HAS_TRITON else ["kernels", "launch", "compiled"]
@@ -29,11 +27,19 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.load_profile("repeatable")
 
 
+def backend_of(item: pytest.Item) -> str | None:
+    """The backend that a test is given, if it takes one."""
+    return item.callspec.params.get("backend") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not HAS_GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no accelerator here"))
+    """What is given the compiled kernels is a test of the GPU, before -m chooses."""
+    for item in items:
+        if backend_of(item) == "triton":
+            item.add_marker("gpu")
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no accelerator here"))
 
 
 def pytest_collection_finish() -> None:
@@ -47,7 +53,7 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=EVERY)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that works on this machine."""
     return str(request.param)
@@ -56,9 +62,19 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def device(backend: str) -> str:
     """Where the tensors of `backend` live."""
-    if backend != "triton":
-        return "cpu"
-    return "cuda" if torch.cuda.is_available() else "xpu"
+    return device_of(backend)
+
+
+@pytest.fixture(autouse=True)
+def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tensors that name no device are where the test's backend runs."""
+    backend = backend_of(request.node)
+    if backend == "triton" or request.node.get_closest_marker("gpu"):
+        torch.set_default_device(device_of("triton"))
+        yield
+        torch.set_default_device(None)
+    else:
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -68,6 +68,7 @@ MAY_IMPORT = {
     "integrations.flash_attn.probabilities": "torch dropout functional reference integrations",
     "integrations.flash_attn.lowlevel": f"{HOST} functional backends integrations",
     "testing": f"{PURE} problem reference torch testing",
+    "testing.functors": "triton",
 }
 # The same for imports that run when a function is called, or only for the type checker.
 MAY_IMPORT_LATER = {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from andrea_triton import attention, varlen_attention
+from tests.backends import here
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INF = float("inf")
@@ -29,7 +30,7 @@ PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}
 def qkv(packed: bool = False, dtype: torch.dtype = F32) -> list[Tensor]:
     shape = (T, H, D) if packed else (B, H, T, D)
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    return [torch.randn(shape, generator=generator, device="cpu").to(here(), dtype).requires_grad_() for _ in range(3)]
 
 
 def call(inputs: list[Tensor], backend: str, **arguments: Any) -> Tensor:
@@ -37,7 +38,10 @@ def call(inputs: list[Tensor], backend: str, **arguments: Any) -> Tensor:
     if "seed" in arguments:
         arguments["dropout_p"] = 0.4
     if inputs[0].dim() == 3:
-        more = {**{"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_q": T, "max_k": T}, **arguments}
+        more = {
+            **{"cu_seqlens_q": STARTS.to(inputs[0].device), "cu_seqlens_k": STARTS.to(inputs[0].device), "max_q": T, "max_k": T},
+            **arguments,
+        }
         out: Any = varlen_attention(*inputs, **more, causal=True, backend=backend)
     else:
         out = attention(*inputs, **arguments, causal=True, backend=backend)

@@ -24,6 +24,7 @@ TOP_LEVEL = {
 SPEAKS_TRITON = {
     "launch.interpreter": "replaces the language's scope and its products while the interpreter runs",
     "launch.compile": "names Triton's types in a kernel's signature",
+    "testing.functors": "holds functions as a user writes them",
 }
 QUERIES = (
     "torch.cuda", "torch.xpu", "torch.mps", "torch.accelerator", "torch.version", "torch.backends",

@@ -11,6 +11,7 @@ from andrea_triton import KVCache, PagedKVCache, ShapeError, UnsupportedError, d
 from andrea_triton.cache import Cache
 from andrea_triton.nn import Andrea, AndreaConfig, generate
 from andrea_triton.testing import Inputs, assert_accurate, attend_reference, cast
+from tests.backends import here
 
 F32 = torch.float32
 
@@ -18,7 +19,7 @@ F32 = torch.float32
 def filled(lengths: list[int], kv_heads: int, page: int | None, dtype: torch.dtype = F32, D: int = 8, DV: int = 8) -> Cache:
     """A cache of sequences of these lengths, with room for one row more."""
     batch, most = len(lengths), max(lengths)
-    settings: dict[str, Any] = {"v_head_dim": DV, "dtype": dtype}
+    settings: dict[str, Any] = {"v_head_dim": DV, "dtype": dtype, "device": here()}
     if page is None:
         cache: Cache = KVCache(batch, kv_heads, most + 1, D, **settings)
     else:
@@ -46,10 +47,8 @@ def judge(got: tuple[Tensor, Tensor], q: Tensor, cache: Cache, settings: dict[st
 @pytest.mark.parametrize(
     ("HQ", "HKV", "M", "page"), [(32, 1, 5, None), (4, 2, 3, 8), (4, 1, 40, 5), (2, 2, 1, 1), (17, 1, 8, 24)], ids=str
 )
-def test_any_rows_and_pages(backend: str, device: str, HQ: int, HKV: int, M: int, page: int | None) -> None:
+def test_any_rows_and_pages(backend: str, HQ: int, HKV: int, M: int, page: int | None) -> None:
     """Over 128 rows to a key head, and pages that no tile fits in; sequences of no key, fewer keys than queries, and more."""
-    if device != "cpu":
-        pytest.skip("the caches lie on the CPU")
     cache, q = filled([45, 0, 3], HKV, page, D=20, DV=12), torch.randn(3, HQ, M, 20)
     terms = {"sinks": torch.randn(2 * HQ)[::2], "alibi": torch.rand(HQ, 3)[:, 1]}
     for settings, extras in (({}, {}), ({"window": 4, "softcap": 3.0}, terms)):
@@ -58,9 +57,7 @@ def test_any_rows_and_pages(backend: str, device: str, HQ: int, HKV: int, M: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_dtypes(backend: str, device: str, dtype: torch.dtype) -> None:
-    if device != "cpu":
-        pytest.skip("the caches lie on the CPU")
+def test_dtypes(backend: str, dtype: torch.dtype) -> None:
     cache, q = filled([19, 2], 1, 6, dtype), torch.randn(2, 3, 2, 8).to(dtype)
     judge(decode_attention(q, cache, window=5, return_lse=True, backend=backend), q, cache, {"window": 5}, {})
     for empty in (q[:, :, :0], q[:, :0]):
@@ -69,18 +66,14 @@ def test_dtypes(backend: str, device: str, dtype: torch.dtype) -> None:
         assert dtype != torch.float64 or lse.dtype == torch.float64
 
 
-def test_prefill_in_chunks(backend: str, device: str) -> None:
+def test_prefill_in_chunks(backend: str) -> None:
     """Many new tokens onto many cached ones are what the whole is."""
-    if device != "cpu":
-        pytest.skip("the caches lie on the CPU")
     cache, q = filled([150, 90], 1, 16), torch.randn(2, 2, 70, 8)
     judge(decode_attention(q, cache, split_size=512, return_lse=True, backend=backend), q, cache, {}, {})
 
 
-def test_strides_of_lengths_tables_and_terms(backend: str, device: str) -> None:
+def test_strides_of_lengths_tables_and_terms(backend: str) -> None:
     """Columns of larger tables, expanded and reversed ones, are read as contiguous copies are."""
-    if device != "cpu":
-        pytest.skip("the caches lie on the CPU")
     cache, q = filled([20, 7], 2, 16), torch.randn(2, 4, 1, 8)
     assert isinstance(cache, PagedKVCache)
     terms = {"sinks": torch.randn(4, 3)[:, 1], "alibi": torch.rand(4, 2).T}
@@ -93,9 +86,7 @@ def test_strides_of_lengths_tables_and_terms(backend: str, device: str) -> None:
     assert torch.equal(decode_attention(flat, cache, **terms, backend=backend), wanted)
 
 
-def test_lengths_and_pages_outside_of_the_cache_are_refused(backend: str, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("the caches lie on the CPU")
+def test_lengths_and_pages_outside_of_the_cache_are_refused(backend: str) -> None:
     q = torch.randn(2, 2, 1, 8)
     for page in (None, 4):
         for length in (-1, 99):
@@ -113,9 +104,7 @@ def test_lengths_and_pages_outside_of_the_cache_are_refused(backend: str, device
             decode_attention(q, cache, backend=backend)
 
 
-def test_pages_shared_between_sequences_and_a_deep_copy(backend: str, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("the caches lie on the CPU")
+def test_pages_shared_between_sequences_and_a_deep_copy(backend: str) -> None:
     cache, q = filled([9, 9], 1, 4), torch.randn(1, 2, 1, 8).expand(2, -1, -1, -1)
     assert isinstance(cache, PagedKVCache)
     cache.page_table[1] = cache.page_table[0]
@@ -136,8 +125,8 @@ def test_gradients_are_refused() -> None:
         assert not decode_attention(q, cache, sinks=sinks).requires_grad
 
 
-def test_vmap_and_operator(backend: str, device: str) -> None:
-    if device != "cpu" or backend == "reference":
+def test_vmap_and_operator(backend: str) -> None:
+    if backend == "reference":
         pytest.skip("the operator takes any backend alike")
     cache, q, alibi = filled([9, 4], 1, 4), torch.randn(3, 2, 2, 1, 8), torch.rand(3, 2)
 
@@ -153,10 +142,10 @@ def test_vmap_and_operator(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("page", [None, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_compiled_step_compiles_once(backend: str, device: str, page: int | None) -> None:
+def test_a_compiled_step_compiles_once(backend: str, page: int | None) -> None:
     """Lengths grow on the device; the host's numbers are read when they are asked for."""
-    if device != "cpu" or backend == "reference":
-        pytest.skip("the caches lie on the CPU")
+    if backend == "reference":
+        pytest.skip("the operator takes any backend alike")
     torch._dynamo.reset()
     model = Andrea(AndreaConfig(vocab_size=20, d_model=16, n_head=2, n_layer=1, context=16)).eval()
     for block in model.blocks:

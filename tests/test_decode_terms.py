@@ -11,16 +11,11 @@ from torch import Tensor
 
 from andrea_triton import DTypeError, Mask, Score, ShapeError, UnsupportedError, attention, decode_attention
 from andrea_triton.cache import Cache
+from tests.backends import KERNELS
 from tests.test_decode import filled
 
 LENGTHS, M, HQ, HKV = [21, 3, 9], 5, 4, 2
 PAGES = pytest.mark.parametrize("page", [None, 4])
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(device: str) -> None:
-    if device != "cpu":
-        pytest.skip("the caches lie on the CPU")
 
 
 def judge(cache: Cache, q: Tensor, backend: str, given: dict[str, Any], alone: list[dict[str, Any]], **settings: Any) -> None:
@@ -99,7 +94,7 @@ def test_a_tree_is_its_branches_one_by_one(backend: str) -> None:
 @pytest.mark.parametrize("with_tree", [False, True])
 def test_functions_of_the_caller(backend: str, page: int | None, with_tree: bool) -> None:
     pytest.importorskip("triton")
-    from tests.functors import distance_penalty, same_document
+    from andrea_triton.testing.functors import distance_penalty, same_document
 
     cache, q = filled(LENGTHS, HKV, page), queries()
     ids = torch.arange(cache.capacity) // 4 % 2
@@ -115,7 +110,7 @@ def test_functions_of_the_caller(backend: str, page: int | None, with_tree: bool
 
 def test_functions_see_the_entry_of_the_batch(backend: str) -> None:
     """Where sequences of several lengths are taken one by one, they are still 0, 1 and 2."""
-    if backend == "interpreter":
+    if backend in KERNELS:
         pytest.skip("the twin on dense tensors is not asked there")
     cache, q = filled(LENGTHS, HKV, None), queries()
     score = Score(None, torch_fn=lambda s, b, h, q_pos, k_pos: s * (b + 1))

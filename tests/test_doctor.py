@@ -17,7 +17,7 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert doctor.main() == 0
     lines = capsys.readouterr().out.splitlines()
     said = {line[:14].strip(): line[15:] for line in lines}
-    assert said["torch"] == torch.__version__ and said["triton"] == target.triton_version()
+    assert said["torch"] == torch.__version__ and said["triton"].startswith(f"{target.triton_version()} (")
     assert said["device"] == "cpu" and said["backend"].startswith("torch (cpu tensors: ")
     assert said["kernels"] == "ran forward and backward"
     assert any("queries x" in line and "warps" not in line for line in lines)
@@ -50,7 +50,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(target, "has_triton", lambda: False)
     assert doctor.main() == 0
     printed = capsys.readouterr().out
-    assert "not tried: Triton is not installed" in printed and "pip install triton" in printed and "queries x" not in printed
+    assert "not tried: Triton is not installed" in printed and "pip install 'triton" in printed and "queries x" not in printed
 
 
 def test_a_triton_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_a_triton_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("triton", "name", "words"),
     [
-        ("3.2.0", "sm_80", "too old. Way out: pip install 'triton>=3.6'"),
+        ("3.2.0", "sm_80", "too old. Way out: pip install 'triton>=3.6,<3.10'"),
         ("3.10.0", "sm_80", "newer than what is tested (3.6 to 3.9). Way out, if a kernel fails: pip install 'triton<3"),
         ("3.9.0", "sm_61", "No tiles were counted for sm_61"),
     ],
@@ -77,3 +77,29 @@ def test_known_trouble(triton: str, name: str, words: str) -> None:
 
 def test_no_trouble() -> None:
     assert doctor.trouble("3.9.0", True, "sm_90") == doctor.trouble("3.6.0", True, "gfx942") == []
+
+
+@pytest.mark.parametrize(
+    ("triton", "required", "words"),
+    [
+        ("3.5.1", "triton==3.5.1", "too old. Way out: pip install 'torch>=2.10' (CUDA builds of torch bring Triton: 2.10 3.6,"),
+        ("3.5.1", "triton==3.7.1", "too old. Way out: pip install 'triton==3.7.1' (as torch requires)"),
+        ("3.9.0", "triton~=3.8.0", "torch requires triton~=3.8.0, and torch.compile may fail"),
+        ("not installed", "pytorch-triton-rocm==3.2.0", "missing, so there are no kernels. Way out (Linux): pip install 'torch"),
+    ],
+)  # fmt: skip
+def test_a_triton_beside_a_torch_that_requires_one(triton: str, required: str, words: str) -> None:
+    (note,) = doctor.trouble(triton, True, "sm_80", required)
+    assert words in note
+
+
+def test_a_pair_that_belongs_together_is_no_trouble() -> None:
+    assert doctor.trouble("3.7.0", True, "sm_90", "triton==3.7.1") == []
+
+
+def test_the_pair_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(target, "triton_version", lambda: "not installed")
+    monkeypatch.setattr(target, "required_triton", lambda: "triton==3.5.1")
+    assert doctor.main() == 0
+    printed = capsys.readouterr().out
+    assert f"(torch {torch.__version__} requires triton==3.5.1)" in printed and "pip install 'torch>=2.10'" in printed

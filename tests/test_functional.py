@@ -1,9 +1,8 @@
-"""The contract, line by line, through the public functions, for the backends that a CPU runs."""
+"""The contract, line by line, through the public functions, by every backend of this machine."""
 
 import itertools
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,8 @@ from andrea_triton.testing import (
     pairwise_cases,
     run,
 )
+from tests.backends import BACKENDS, HAS_TRITON, KERNELS, there
 
-HAS_TRITON = find_spec("triton") is not None
-BACKENDS = ["torch"] + ["interpreter"] * HAS_TRITON
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INF = float("inf")
 
@@ -69,7 +67,7 @@ BRAINS = [
 
 
 def catalogue() -> Iterator[Any]:
-    """Every case by both backends in fp32, some in fp16. In bf16, every case on the CPU, and by the kernels what has no place in
+    """Every case by each backend in fp32, some in fp16. In bf16, every case on the CPU, and by the interpreter what is not in
     test_every_pair_of_features, which has bf16 beside every band, term, grouping and length: those cases are slow here."""
     for backend, case, dtype in itertools.product(BACKENDS, CASES, (F32, BF16, F16)):
         if dtype != F16 or case.name in HALF:
@@ -95,12 +93,12 @@ def home_shape(dtype: torch.dtype, heads: int = 12) -> Inputs:
     return make_inputs(Case("ANDREA-120M", HQ=heads, M=1024, D=64, causal=True), dtype)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="the kernels are Triton's")
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(
     ("dtype", "heads"), [(BF16, 1), *(pytest.param(dtype, 12, marks=pytest.mark.slow) for dtype in (F32, BF16))], ids=str
 )
-def test_home_shape_is_right(dtype: torch.dtype, heads: int) -> None:
-    check(home_shape(dtype, heads), by("interpreter"), "home shape")
+def test_home_shape_is_right(dtype: torch.dtype, heads: int, backend: str) -> None:
+    check(home_shape(dtype, heads), by(backend), "home shape")
 
 
 @pytest.mark.slow
@@ -138,7 +136,7 @@ def test_c04_a_poisoned_future_key_reaches_nobody_before_it(backend: str, settin
     clean, got = (attention(q, x, v, causal=True, return_lse=True, backend=backend, **settings) for x in (k, dirty))
     for a, b in zip(clean, got, strict=True):
         assert b[:, :, :37].isfinite().all()
-        if backend == "interpreter":
+        if backend in KERNELS:
             assert torch.equal(a[:, :, :37], b[:, :, :37])
 
 
@@ -149,6 +147,7 @@ def test_changing_future_tokens_leaves_past_rows_bitwise_alone(
     backend: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
     q, k, v = qkv(60, dtype=dtype)
+    settings = there(settings)
     k2, v2 = k.clone(), v.clone()
     k2[:, :, 21:], v2[:, :, 21:] = k2[:, :, 21:] * 5 + 1, v2[:, :, 21:] - 100.0
     results = (attention(q, *x, causal=True, return_lse=True, backend=backend, **settings) for x in ((k, v), (k2, v2)))
@@ -169,7 +168,7 @@ def test_c03_a_poisoned_key_behind_a_mask(backend: str, poison: float) -> None:
         leaves = [x.clone().requires_grad_() for x in (q, keys, v)]
         out, lse = attention(*leaves, mask=keep, return_lse=True, backend=backend)
         results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), leaves[1:])))
-    exact = {"rtol": 0, "atol": 0} if backend == "interpreter" else {}  # the CPU backend takes another way for NaN
+    exact = {"rtol": 0, "atol": 0} if backend in KERNELS else {}  # the CPU backend takes another way for NaN
     for (a, b), seen in zip(zip(*results, strict=True), (True, True, False, True), strict=True):
         others = [0, *range(2, 20)]
         a, b = (a, b) if seen else (a[:, :, others], b[:, :, others])
@@ -193,7 +192,7 @@ def test_a_poisoned_query_stays_in_its_row(backend: str) -> None:
 def test_c32_the_same_inputs_give_the_same_bits(backend: str, features: dict[str, Any]) -> None:
     inputs = make_inputs(Case("twice", HQ=2, HKV=1, M=40, D=16, causal=True, **features), BF16)
     first = run(inputs, by(backend))
-    for _ in range(20 if backend == "torch" else 1):
+    for _ in range(1 if backend == "interpreter" else 20):
         assert all(a is b or torch.equal(a, b) for a, b in zip(first, run(inputs, by(backend)), strict=True))
 
 
@@ -216,7 +215,7 @@ def test_padding_leaves_earlier_rows_bitwise_alone(backend: str, dtype: torch.dt
     grads = torch.autograd.grad(out, (q, k, v), dout)
     padded = torch.autograd.grad(out2, wide, torch.cat([dout, torch.zeros(1, 2, 9, 16, dtype=dtype)], 2))
     assert all((b[:, :, 40:] == 0).all() for b in padded[1:])
-    if backend == "interpreter":
+    if backend in KERNELS:
         assert all(torch.equal(a, b[:, :, :40]) for a, b in zip(grads, padded, strict=True))
 
 
@@ -247,13 +246,15 @@ def test_c21_no_keys(backend: str) -> None:
     assert (dq == 0).all() and dk.shape == k.shape
 
 
-def test_c37_more_heads_than_a_grid_axis_holds() -> None:
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "interpreter"])
+def test_c37_more_heads_than_a_grid_axis_holds(backend: str) -> None:
     q = randn(65537, 1, 1, 16, dtype=F16)
-    assert torch.equal(attention(q, q, q), q)
+    assert torch.equal(attention(q, q, q, backend=backend), q)
 
 
-def test_c24_lse_is_the_natural_logarithm_in_fp32() -> None:
-    for backend, dtype in itertools.product(BACKENDS, (F16, F32, F64)):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c24_lse_is_the_natural_logarithm_in_fp32(backend: str) -> None:
+    for dtype in (F16, F32, F64):
         q, k, v = qkv(12, dtype=dtype)
         _, lse = attention(q, k, v, scale=0.3, return_lse=True, backend=backend)
         assert lse.dtype == (F64 if dtype == F64 else F32) and lse.shape == (1, 2, 12)

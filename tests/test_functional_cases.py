@@ -1,8 +1,6 @@
 """Inputs that broke other attention kernels, through the public functions; the tests carry their ids. What is only a shape is in
 the catalogue of testing/cases.py, which test_functional.py walks."""
 
-from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ from torch import Tensor
 
 from andrea_triton import KVCache, ShapeError, UnsupportedError, attention, decode_attention, varlen_attention
 from andrea_triton.testing import Case, Inputs, assert_accurate, attend_reference, cast, check, guard_band, make_inputs, run
+from tests.backends import BACKENDS, KERNELS, here, room_for
 
-BACKENDS = ["torch"] + ["interpreter"] * (find_spec("triton") is not None)
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INF = float("inf")
 
@@ -40,9 +38,9 @@ def call(q: Tensor, k: Tensor, v: Tensor, with_lse: bool = True, **keywords: Any
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that has its own way to the result."""
-    yield request.param
+    return str(request.param)
 
 
 @pytest.mark.parametrize("rows", [8, 4])
@@ -130,34 +128,40 @@ def test_c15_huge_strides(backend: str, dim: int) -> None:
     """More than 2^31 elements apart, in memory that is never touched between them."""
     far = 2**31 + 64
     strides = [far if i == dim else stride for i, stride in enumerate((64, 32, 16, 1))]
-    view = torch.empty(far + 128, dtype=F16).as_strided((2, 2, 2, 16), strides)
     inputs = make_inputs(Case("C15", B=2, HQ=2, M=2, D=16, causal=True), F16)
     wanted = run(inputs, by(backend))
-    for name in ("q", "k", "v", "dout"):
-        got = check(inputs._replace(**{name: view.copy_(getattr(inputs, name))}), by(backend), name)
-        if backend == "interpreter":
-            assert all(a is b or torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), name
+    with room_for(far * 2 / 2**30):
+        view = torch.empty(far + 128, dtype=F16).as_strided((2, 2, 2, 16), strides)
+        for name in ("q", "k", "v", "dout"):
+            got = check(inputs._replace(**{name: view.copy_(getattr(inputs, name))}), by(backend), name)
+            if backend == "interpreter":
+                assert all(a is b or torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), name
+        del view
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "rows"])
 def test_c15_a_cache_with_huge_strides(backend: str, dim: int) -> None:
-    cache, far = KVCache(2, 2, 3, 16, dtype=F16), 2**31 + 64
+    cache, far = KVCache(2, 2, 3, 16, dtype=F16, device=here()), 2**31 + 64
     cache.append(randn(2, 2, 3, 16, dtype=F16), randn(2, 2, 3, 16, dtype=F16))
     q = randn(2, 4, 1, 16, dtype=F16)
     wanted = decode_attention(q, cache, backend=backend)
     strides = [far if i == dim else stride for i, stride in enumerate((128, 64, 16, 1))]
-    cache._k, cache._v = (
-        torch.empty(3 * far + 256, dtype=F16).as_strided((2, 2, 4, 16), strides).copy_(t) for t in (cache._k, cache._v)
-    )
-    assert torch.equal(decode_attention(q, cache, backend=backend), wanted)
+    with room_for(2 * 3 * far * 2 / 2**30):
+        cache._k, cache._v = (
+            torch.empty(3 * far + 256, dtype=F16).as_strided((2, 2, 4, 16), strides).copy_(t) for t in (cache._k, cache._v)
+        )
+        assert torch.equal(decode_attention(q, cache, backend=backend), wanted)
+        del cache
 
 
 def test_c15_a_bias_whose_columns_lie_far_apart(backend: str) -> None:
     """It starts 2^31 elements into the buffer, so that an offset of 32 bits reads a wrong number there and not beyond it."""
-    buffer = torch.empty(2**31 + 600 * 2**22, dtype=F16)
     inputs = make_inputs(Case("C15", HQ=1, M=2, N=600, D=16, bias=(2, 600)), F16)
-    bias = buffer.as_strided((2, 600), (1, 2**22), 2**31).copy_(inputs.extras["bias"])
-    got, wanted = run(inputs._replace(extras={"bias": bias}), by(backend)), run(inputs, by(backend))
+    with room_for((2**31 + 600 * 2**22) * 2 / 2**30):
+        buffer = torch.empty(2**31 + 600 * 2**22, dtype=F16)
+        bias = buffer.as_strided((2, 600), (1, 2**22), 2**31).copy_(inputs.extras["bias"])
+        got, wanted = run(inputs._replace(extras={"bias": bias}), by(backend)), run(inputs, by(backend))
+        del buffer, bias
     assert all(a is b or torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
@@ -226,23 +230,23 @@ def test_c38_sequences_longer_than_the_keys() -> None:
         varlen_attention(x, x, x, starts[:1] * 0, starts[:1] * 0, 7, 7, mask=torch.ones(7, 7, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_c39_ones_stay_ones_when_precise(dtype: torch.dtype) -> None:
+def test_c39_ones_stay_ones_when_precise(dtype: torch.dtype, backend: str) -> None:
     """T = 1024, peaked rows with two equal maxima; without precise the weights' rounding shows."""
-    pytest.importorskip("triton")
     q, k = (randn(1, 1, 1024, 16, dtype=dtype) * 3 for _ in range(2))
     k[:, :, 1::2] = k[:, :, ::2]
     v = torch.ones(1, 1, 1024, 16, dtype=dtype)
-    assert (attention(q, k, v, causal=True, precise=True, backend="interpreter") == 1).all()
+    assert (attention(q, k, v, causal=True, precise=True, backend=backend) == 1).all()
 
 
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("precise", [True, False])
-def test_c39_errors_of_peaked_rows_are_unbiased(precise: bool) -> None:
-    pytest.importorskip("triton")
+def test_c39_errors_of_peaked_rows_are_unbiased(precise: bool, backend: str) -> None:
     q, k = (randn(1, 2, 256, 32, dtype=BF16) * 1.5 for _ in range(2))
     k[:, :, 1::2] = k[:, :, ::2]
     inputs = call(q, k, randn(1, 2, 256, 32, dtype=BF16).abs() + 1, with_lse=False, causal=True)
-    got = run(inputs, by("interpreter", precise=precise)).out.double()
+    got = run(inputs, by(backend, precise=precise)).out.double()
     error = (got / run(cast(inputs, F64), attend_reference).out - 1)[:, :, 16:]
     rows = error.mean(-1)
     assert rows.mean().abs() <= 4 * rows.std() / rows.numel() ** 0.5

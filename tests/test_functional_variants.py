@@ -1,6 +1,5 @@
 """Masks, scores and layouts through the public functions: one variant said in two ways gives one answer."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from andrea_triton.problem import make_problem
 from andrea_triton.reference import statistics
 from andrea_triton.spec import make_spec
 from andrea_triton.testing import Case, Inputs, assert_accurate, attend_reference, cast, check, make_inputs, run
+from tests.backends import BACKENDS, EVERY, here
 
-BACKENDS = ["torch"] + ["interpreter"] * (find_spec("triton") is not None)
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 INF = float("inf")
 
@@ -180,11 +179,11 @@ def test_key_lengths_are_shorter_keys(backend: str) -> None:
         assert (got.dk[b, :, length:] == 0).all() and (got.dv[b, :, length:] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("backend", EVERY)
 def test_dropout_is_the_same_mask_everywhere(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """v is the identity, so out holds the dropped weights; forward and backward agree, whatever the tile."""
     q, k, v = randn(2, 3, 20, 16), randn(2, 3, 24, 16), torch.eye(24).expand(2, 3, 24, 24).requires_grad_()
-    keep = dropout_mask(11, 0.4, 2, 3, torch.arange(20) + 4, torch.arange(24), "cpu")
+    keep = dropout_mask(11, 0.4, 2, 3, torch.arange(20) + 4, torch.arange(24), here())
     tiles = [(16, 16), (32, 16), (16, 32)] if backend == "interpreter" else [(0, 0)]
     for m, n in tiles:
         if backend == "interpreter":
@@ -218,10 +217,11 @@ def test_dropout_seeds(backend: str) -> None:
     assert torch.equal(attention(q, k, v, seed=5, backend=backend), attention(q, k, v, backend=backend))
 
 
-def test_score_and_mask_of_the_user() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_score_and_mask_of_the_user(backend: str) -> None:
     """The two documented examples: documents that do not see one another, and a penalty on distance."""
     pytest.importorskip("triton")
-    from tests.functors import distance_penalty, distance_penalty_grad, same_document
+    from andrea_triton.testing.functors import distance_penalty, distance_penalty_grad, same_document
 
     documents, rate = torch.tensor([0] * 7 + [1] * 20 + [2] * 13, dtype=torch.int32), 0.3
     mask = Mask(
@@ -237,12 +237,11 @@ def test_score_and_mask_of_the_user() -> None:
     )
     inputs = make_inputs(Case("user", HQ=2, HKV=1, M=40, D=16, causal=True, sinks=True), F32)
     inputs = inputs._replace(extras={**inputs.extras, "mask": mask, "score": score})
-    for backend in BACKENDS:
-        got = check(inputs, by(backend), backend)
-        late = inputs.k.clone()
-        late[:, :, :7] += 1.0
-        again = run(inputs._replace(k=late), by(backend))
-        assert torch.equal(got.out[:, :, 7:], again.out[:, :, 7:]), "a document sees itself alone"
+    got = check(inputs, by(backend), backend)
+    late = inputs.k.clone()
+    late[:, :, :7] += 1.0
+    again = run(inputs._replace(k=late), by(backend))
+    assert torch.equal(got.out[:, :, 7:], again.out[:, :, 7:]), "a document sees itself alone"
 
 
 def test_a_functor_without_its_dense_twin_says_what_is_missing() -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from andrea_triton import decode_attention
 from andrea_triton.cache import Cache, KVCache, PagedKVCache
+from tests.backends import KERNELS, here
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("backend")
 
 LENGTH, HQ, HKV, D = 75, 4, 2, 20
 SETTINGS: list[dict[str, Any]] = [{}, {"window": 20}, {"softcap": 2.0, "window": (40, 0)}]
@@ -25,6 +26,17 @@ EACH = pytest.mark.parametrize(
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
+@pytest.fixture(params=KERNELS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """The kernels, in the interpreter and compiled."""
+    return str(request.param)
+
+
+def kernels() -> str:
+    """The one that the test runs by."""
+    return "interpreter" if here().type == "cpu" else "triton"
+
+
 def rows_of(batch: int, length: int, dtype: torch.dtype) -> Rows:
     q, k, v = (torch.randn(batch, heads, length, D).to(dtype) for heads in (HQ, HKV, HKV))
     return q, k, v
@@ -32,8 +44,8 @@ def rows_of(batch: int, length: int, dtype: torch.dtype) -> Rows:
 
 def cache_of(batch: int, dtype: torch.dtype, page: int | None = None, capacity: int = LENGTH) -> Cache:
     if page is None:
-        return KVCache(batch, HKV, capacity, D, dtype=dtype)
-    return PagedKVCache(batch, HKV, capacity, D, page_size=page, dtype=dtype)
+        return KVCache(batch, HKV, capacity, D, dtype=dtype, device=here())
+    return PagedKVCache(batch, HKV, capacity, D, page_size=page, dtype=dtype, device=here())
 
 
 def read(cache: Cache, rows: Rows, chunk: int, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -42,7 +54,7 @@ def read(cache: Cache, rows: Rows, chunk: int, **settings: Any) -> tuple[Tensor,
     for start in range(0, rows[0].shape[2], chunk):
         q, k, v = (x[:, :, start : start + chunk] for x in rows)
         cache.append(k, v)
-        results.append(decode_attention(q, cache, split_size=32, return_lse=True, backend="interpreter", **settings))
+        results.append(decode_attention(q, cache, split_size=32, return_lse=True, backend=kernels(), **settings))
     out, lse = zip(*results, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
 
@@ -84,7 +96,7 @@ def test_batch_and_padding(settings: dict[str, Any], dtype: torch.dtype) -> None
     lengths = [75, 1, 40, 64, 0, 33, 74]
     cache = cache_of(7, dtype, 16)
     cache.append(k, v, lengths)
-    together = decode_attention(q, cache, split_size=32, return_lse=True, backend="interpreter", **settings)
+    together = decode_attention(q, cache, split_size=32, return_lse=True, backend=kernels(), **settings)
     for b, n in enumerate(lengths):
         alone = tuple(x[b : b + 1, :, LENGTH - n :] for x in (q, k, v))
         wanted = read(cache_of(1, dtype), (alone[0], alone[1], alone[2]), 100, **settings) if n else None
@@ -99,7 +111,7 @@ def test_heads_that_share_a_tile(heads: int) -> None:
     got = read(cache_of(1, torch.float32), (some, k, v), 7)
     for h in range(some.shape[1]):
         key_head = h // heads
-        one = KVCache(1, 1, LENGTH, D)
+        one = KVCache(1, 1, LENGTH, D, device=here())
         wanted = read(one, (some[:, h : h + 1], *(x[:, key_head : key_head + 1] for x in (k, v))), 100)
         assert same((got[0][:, h : h + 1], got[1][:, h : h + 1]), wanted)
 
@@ -117,6 +129,7 @@ def tied_to(what: str) -> Any:
     return tilings
 
 
+@pytest.mark.parametrize("backend", KERNELS[:1], indirect=True)
 @pytest.mark.parametrize("what", ["batch", "capacity", "tokens"])
 def test_a_tile_tied_to_something_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from andrea_triton.launch import plan

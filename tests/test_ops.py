@@ -1,7 +1,6 @@
 """The autograd Function and the operators: graphs, transforms, modes, and every way to ask for gradients."""
 
 import itertools
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ from andrea_triton import DTypeError, UnsupportedError, attention, ops, varlen_a
 from andrea_triton.problem import make_problem
 from andrea_triton.spec import make_spec
 from andrea_triton.testing import Case, Inputs, assert_accurate, attend_reference, cast, make_inputs, run
+from tests.backends import BACKENDS, here
 
 # Dynamo makes an instance of every autograd Function that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-BACKENDS = ["torch"] + ["interpreter"] * (find_spec("triton") is not None)
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CASES = [
     Case("plain", HQ=1, M=9, N=12, D=16, DV=8, causal=True),
@@ -308,7 +307,7 @@ def test_one_tensor_may_be_all_three(backend: str) -> None:
 def test_c36_autocast(backend: str) -> None:
     q, k, v = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16).to(BF16)
     q.requires_grad_()
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(here().type, BF16):
         out = attention(q, k, v, causal=True, backend=backend)
     assert out.dtype == BF16
     assert torch.equal(out, attention(q.to(BF16), k.to(BF16), v, causal=True, backend=backend))
@@ -317,7 +316,7 @@ def test_c36_autocast(backend: str) -> None:
     with pytest.raises(DTypeError, match=r"q is torch.float32, k is torch.float32, v is torch.bfloat16; .*torch.autocast"):
         attention(q, k, v, backend=backend)
     wide = q.detach().double()
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(here().type, BF16):
         assert attention(wide, wide, wide, backend=backend).dtype == F64, "fp64 stays, as in torch"
 
 

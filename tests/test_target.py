@@ -1,8 +1,10 @@
 """The machine is chosen by the tensor's device; fakes stand in for the machines that are not here."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,12 +37,12 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "backend"),
+    ("device", "chosen"),
     [("cpu", "torch"), ("cuda:0", "triton"), ("cuda:1", "triton"), ("xpu:0", "triton"), ("mps", "torch"), ("meta", "torch")],
 )
-def test_backend_of_a_device(monkeypatch: pytest.MonkeyPatch, device: str, backend: str) -> None:
+def test_backend_of_a_device(monkeypatch: pytest.MonkeyPatch, device: str, chosen: str) -> None:
     monkeypatch.setattr(target, "has_triton", lambda: True)
-    assert target.default_backend(torch.device(device)) == backend
+    assert target.default_backend(torch.device(device)) == chosen
     assert torch.device(device).type in target.reason(torch.device(device))
 
 
@@ -208,3 +210,55 @@ def test_precision_by_the_environment(monkeypatch: pytest.MonkeyPatch, torch_set
     monkeypatch.setenv("ANDREA_TRITON_FLOAT32", "tf32")
     with pytest.raises(UnsupportedError, match="wanted ieee or tf32x3"):
         target.float32_precision()
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["filelock", 'triton==3.7.1; platform_system == "Linux"'], "triton==3.7.1"),
+        (['triton~=3.8.0; platform_system == "Linux" and python_version < "3.15"'], "triton~=3.8.0"),
+        (["triton (==3.6.0)"], None),
+        (["pytorch-triton-rocm==3.2.0"], "pytorch-triton-rocm==3.2.0"),
+        (["sympy>=1.13.3"], None),
+        (None, None),
+    ],
+)
+def test_what_torch_requires_of_triton(monkeypatch: pytest.MonkeyPatch, lines: list[str] | None, found: str | None) -> None:
+    monkeypatch.setattr(target.importlib.metadata, "requires", lambda name: lines)
+    assert target.required_triton() == found
+
+
+@pytest.mark.parametrize(
+    ("installed", "required", "way_out"),
+    [
+        ("3.5.1", "triton==3.5.1", "pip install 'torch>=2.10'"),
+        ("3.5.1", None, "pip install 'triton>=3.6,<3.10'"),
+        ("3.10.0", "triton==3.10.0", "pip install 'triton>=3.6,<3.10'"),
+    ],
+)
+def test_the_error_of_a_triton_that_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, installed: str, required: str | None, way_out: str
+) -> None:
+    monkeypatch.setattr(target, "triton_version", lambda: installed)
+    monkeypatch.setattr(target, "required_triton", lambda: required)
+    with pytest.raises(UnsupportedError) as raised:
+        target.blame_triton(AttributeError("no such name"))
+    assert way_out in str(raised.value) and f"Triton {installed}" in str(raised.value) and "backend='torch'" in str(raised.value)
+
+
+def test_the_pairs_of_torch_and_triton_are_the_same_everywhere() -> None:
+    """What code, package and README say of the oldest that work."""
+    root = Path(__file__).parents[1]
+    first, oldest = target.TORCH_PAIRS[0]
+    package, readme = (" ".join((root / name).read_text().split()) for name in ("pyproject.toml", "README.md"))
+    assert f"\"torch>={first}; platform_system == 'Linux'\"" in package
+    assert (
+        f"\"triton>={oldest}; platform_system == 'Linux'\"" in package
+        and target.version_numbers(oldest) == target.TESTED_TRITON[0]
+    )
+    assert f"torch must be {first} or newer" in readme and f"Triton {target.tested_triton()} are tested" in readme
+    for torch_version, triton in target.TORCH_PAIRS:
+        assert re.search(rf"{re.escape(torch_version)}( and [\d.]+)?( come)? with (Triton )?{re.escape(triton)}\b", readme), (
+            torch_version
+        )
+        assert re.search(rf"{re.escape(torch_version)}( and [\d.]+)? triton {re.escape(triton)}\b", package), torch_version

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from andrea_triton import Score, attention, causal_attention, varlen_attention
+from tests.backends import there
 from tests.side_tensors import DENSE, KEEP, PACKED, STARTS, B, H, call, grads, qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
@@ -64,7 +65,7 @@ STRIDES: list[Callable[[Tensor], Tensor]] = [column, stepped, same]
 @pytest.mark.parametrize("layout", STRIDES, ids=lambda f: f.__name__)
 def test_side_tensors_are_read_with_their_strides(name: str, layout: Callable[[Tensor], Tensor], backend: str) -> None:
     """D01, D02, D03: bits as of a contiguous copy."""
-    values = {**DENSE, **PACKED}[name]
+    values = there({**DENSE, **PACKED}[name])
     strided = layout(values)
     inputs = qkv(name in PACKED)
     for got, wanted in zip(
@@ -76,7 +77,7 @@ def test_side_tensors_are_read_with_their_strides(name: str, layout: Callable[[T
 @pytest.mark.parametrize("dtype", [F16, BF16, F64])
 def test_sinks_of_every_dtype_and_stride(dtype: torch.dtype, backend: str) -> None:
     inputs = qkv(dtype=dtype)
-    for sinks in (DENSE["sinks"].to(dtype), DENSE["sinks"].double()):
+    for sinks in (there(DENSE["sinks"]).to(dtype), there(DENSE["sinks"]).double()):
         learned = column(sinks).requires_grad_()
         plain = sinks.clone().requires_grad_()
         found = [torch.autograd.grad(call(inputs, backend, sinks=x).float().sum(), x)[0] for x in (learned, plain)]
@@ -115,7 +116,7 @@ def change(t: Tensor) -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
 def test_changed_in_place_before_the_backward(name: str, compiled: bool, backend: str) -> None:
     """D05, D06, D07: the gradients of its own forward, or an error; never those of another mask."""
-    values = {**DENSE, **PACKED}[name]
+    values = there({**DENSE, **PACKED}[name])
     inputs, own = qkv(name in PACKED), values.clone()
     wanted = grads(inputs, backend, **{name: values})[1:]
     run: Any = call
@@ -168,7 +169,7 @@ def test_saved_tensor_hooks_see_every_side_tensor(name: str, backend: str) -> No
     caller's tensor has."""
     if backend == "reference":
         return  # autograd's own formulas keep what they read
-    values = {**DENSE, **PACKED}[name]
+    values = there({**DENSE, **PACKED}[name])
     seen: list[tuple[torch.dtype, int]] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def test_checkpointing_frees_bias_and_mask(backend: str) -> None:
 
 def test_the_graph_frees_side_tensors(backend: str) -> None:
     """With the results go the tensors that the backward would have read."""
-    mask = KEEP.clone()
+    mask = there(KEEP).clone()
     out = call(qkv(), backend, mask=mask)
     ref = weakref.ref(mask)
     del mask, out

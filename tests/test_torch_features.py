@@ -23,6 +23,7 @@ from andrea_triton import (
     scaled_dot_product_attention,
     varlen_attention,
 )
+from tests.backends import here, there
 from tests.side_tensors import DENSE, KEEP, LENGTHS, STARTS, D, T, call, grads, qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
@@ -36,11 +37,8 @@ def test_vmap_over_side_tensors(batched: tuple[str, ...], backend: str) -> None:
     """D20: as a loop over the entries."""
     packed = "cu" in batched
     q, k, v = (t.detach() for t in qkv(packed))
-    sides = [
-        torch.stack([LENGTHS, LENGTHS - 1]),
-        torch.stack([KEEP, ~KEEP]),
-        torch.stack([STARTS, torch.tensor([0, 3, 5]).int()]),
-    ]
+    lengths, keep, starts = there(LENGTHS), there(KEEP), there(STARTS)
+    sides = [torch.stack(pair) for pair in ((lengths, lengths - 1), (keep, ~keep), (starts, torch.tensor([0, 3, 5]).int()))]
 
     def one(q: Tensor, lengths: Tensor, mask: Tensor, starts: Tensor) -> Any:
         if packed:
@@ -59,9 +57,9 @@ def test_vmap_over_side_tensors(batched: tuple[str, ...], backend: str) -> None:
 @pytest.mark.parametrize("extra", ["key_lengths", "sinks", "mask function"])
 def test_many_gradients_at_once(extra: str, backend: str) -> None:
     """D20: is_grads_batched, and jacobian(vectorize=True), as one by one."""
-    more: dict[str, Any] = {"key_lengths": LENGTHS} if extra == "key_lengths" else {}
+    more: dict[str, Any] = {"key_lengths": there(LENGTHS)} if extra == "key_lengths" else {}
     if extra == "sinks":
-        more = {"sinks": DENSE["sinks"]}
+        more = {"sinks": there(DENSE["sinks"])}
     if extra == "mask function":
         more = {"mask": Mask(near, (2,), torch_fn=lambda b, h, i, j, n: (i - j) < n)}
     inputs = qkv()
@@ -156,8 +154,8 @@ def test_gradients_of_nothing_are_zeros(shape: tuple[int, ...], backend: str) ->
 @pytest.mark.parametrize("name", ["bias", "sinks"])
 def test_autocast_takes_the_other_16_bit_dtype(name: str, backend: str) -> None:
     """D30: bias and sinks come along, as torch's own attention has its mask."""
-    inputs, value = qkv(), DENSE[name].to(F16).requires_grad_()
-    with torch.autocast("cpu", BF16):
+    inputs, value = qkv(), there(DENSE[name]).to(F16).requires_grad_()
+    with torch.autocast(here().type, BF16):
         out = call(inputs, backend, **{name: value})
     assert out.dtype == BF16
     assert torch.autograd.grad(out.float().sum(), value)[0].dtype == F16

@@ -34,13 +34,13 @@ class Inputs(NamedTuple):
     extras: dict[str, Any]
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str | None = None, seed: int = 0) -> Inputs:
     """Draw the tensors of a case: random normal, rounded to the dtype, the same for a seed on every device.
 
     Args:
         case: the case.
         dtype: of q, k, v, bias and sinks.
-        device: where the tensors live.
+        device: where the tensors live; None means torch's default device.
         seed: of the random numbers, and of the dropout.
 
     Returns:
@@ -52,9 +52,10 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
         (torch.Size([1, 2, 3, 8]), torch.Size([1, 2, 5, 8]), True)
     """
     generator = torch.Generator().manual_seed(seed)
+    device = torch.get_default_device() if device is None else device
 
     def normal(shape: tuple[int, ...], gain: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, dtype=torch.float64) * gain).to(device, dtype)
+        return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * gain).to(device, dtype)
 
     packed = case.lengths_q is not None
     HQ, HKV = case.HQ, case.HQ if case.HKV is None else case.HKV
@@ -73,7 +74,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
     if case.bias is not None:
         extras["bias"] = normal(case.bias)
     if case.hidden is not None:
-        chance = torch.rand((case.B, 1, M, N), generator=generator, dtype=torch.float64)
+        chance = torch.rand((case.B, 1, M, N), generator=generator, dtype=torch.float64, device="cpu")
         extras["mask"] = (chance >= case.hidden).to(device)
     if case.alibi:
         extras["alibi"] = torch.tensor([2.0 ** (-8 * (h + 1) / HQ) for h in range(HQ)], device=device)

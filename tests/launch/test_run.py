@@ -22,7 +22,7 @@ from andrea_triton.launch.plan import Launch, Saved, forward_plan
 from andrea_triton.memory import Memory
 from andrea_triton.problem import Problem, make_problem
 from andrea_triton.spec import Mask, Score, make_spec
-from tests import functors
+from andrea_triton.testing import functors
 
 FP16 = torch.float16
 STREAM = 4096
